@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import pkgutil
 import sys
 
@@ -10,13 +10,14 @@ import benchmarks
 
 
 def runnable() -> dict[str, str]:
-    """Modules with a `main`, and the first line of what each says about itself."""
+    """What can be run, and the first line of what each says about itself."""
     found = {}
     for info in pkgutil.iter_modules(benchmarks.__path__):
         if info.name not in ("__main__", "table"):
-            module = importlib.import_module(f"benchmarks.{info.name}")
-            if hasattr(module, "main"):
-                found[f"benchmarks.{info.name}"] = (module.__doc__ or "").partition("\n")[0]
+            name = f"benchmarks.{info.name}"
+            module = importlib.import_module(name)
+            if hasattr(module, "main") or (info.ispkg and importlib.util.find_spec(f"{name}.__main__")):
+                found[name] = (module.__doc__ or "").partition("\n")[0]
     return found
 
 

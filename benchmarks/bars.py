@@ -6,9 +6,10 @@ Each row is a model, a card and a budget. Plans are those of the default `Config
 the model that plans are made by. "of plain": as a multiple of the step as it is. "bound": the least
 time that any exact plan could take at this budget (`_decide/bound.py`); a bar below it cannot be reached. "passes" and
 "optimizer" are the two parts of the step: forward and backward with all that is computed again or waited for, and the
-optimizer's step. "early": what the step would at most be shorter if state came back under backward and left under the
-next forward, which no plan does yet: as much of it as the plan leaves room for beside parameters, gradients and
-temporaries when backward is over. Nothing is trained; a row takes minutes of processor time. GB = 1e9 bytes.
+optimizer's step. "early": what the step would at most be shorter if more state came back under backward than the plan
+lets come, and as much left under the next forward, which no plan does: as much of it as there is room for beside
+parameters, gradients, temporaries and what comes early already when backward is over. Nothing is trained; a row takes
+minutes of processor time. GB = 1e9 bytes.
 """
 
 from __future__ import annotations

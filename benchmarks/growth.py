@@ -1,6 +1,7 @@
 """How do peak, step time and planning time grow with layers, batch, sequence and vocabulary?
 
     python -m benchmarks.growth [--axis NAME ...] [--points N] [--out FILE]
+    python -m benchmarks.growth --page-only --out docs/results/growth.md    # from the data beside it, which stays
 
 One size of a small GPT-2 grows at a time, and the others stay. Each point is predicted for an RTX 3090, plain and
 within 60 % of what the plain step reserves (BALANCED, exact), from a model without weights and an empty cache. "slope"
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import json
 import math
 import pathlib
 import statistics
@@ -217,6 +219,11 @@ def figure_of(points: Sequence[Point]) -> Any:
     return figure
 
 
+def points_of(data: Sequence[dict[str, Any]]) -> list[Point]:
+    """The points that an earlier run wrote as JSON."""
+    return [Point(**{name: value for name, value in row.items() if name != "type"}) for row in data]
+
+
 def run(axes: Sequence[str], num_points: int | None) -> Iterator[Point]:
     for axis in axes:
         for value in AXES[axis][:num_points]:
@@ -234,10 +241,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=pathlib.Path, metavar="FILE", help="write the page here, and its data beside it (.json)"
     )
+    parser.add_argument("--page-only", action="store_true", help="predict nothing: write the page from its data")
     options = parser.parse_args(arguments)
     if options.points is not None and options.points < 1:
         parser.error("--points must be at least 1")
-    points = list(run(options.axis or list(AXES), options.points))
+    if options.page_only and options.out is None:
+        parser.error("--page-only needs --out, beside which the data lies")
+    if options.page_only:
+        points = points_of(json.loads(options.out.with_suffix(".json").read_text()))
+    else:
+        points = list(run(options.axis or list(AXES), options.points))
     if options.out is not None:
         _json.save(points, options.out.with_suffix(".json"))
         options.out.write_text(page(points), encoding="utf-8")

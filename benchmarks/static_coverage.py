@@ -76,6 +76,7 @@ def measure(libraries: list[str], only: list[str], seconds: float, log: pathlib.
 
 def describe(results: list[dict[str, str]], missing: list[str]) -> str:
     lines = [
+        "$ python -m benchmarks.static_coverage",
         f"Measured with torch {importlib.metadata.version('torch')}, Python {platform.python_version()}, "
         f"on {platform.machine()}.",
         "",

@@ -1,7 +1,8 @@
 """A loop of one's own under Accelerate: wrap the model before or after `prepare`, the rest stays as it was.
 
 python examples/accelerate_loop.py
-accelerate launch examples/accelerate_loop.py
+accelerate launch examples/accelerate_loop.py  # as many processes as there are GPUs
+ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 examples/accelerate_loop.py  # two on a CPU
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def main(*, wrapped: bool = True, num_steps: int = 6) -> list[float]:
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(tokens, batch_size=4))
     if wrapped:
         # A budget below what the model needs; without one, 85 % of the device may be filled.
-        memscale.wrap(accelerator.unwrap_model(model), memscale.Config(memory_budget_gb=0.0075, enable_logging=False))
+        memscale.wrap(accelerator.unwrap_model(model), memscale.Config(memory_budget_gb=0.01, enable_logging=False))
     losses = []
     for batch in loader:
         with accelerator.accumulate(model):

@@ -3,7 +3,7 @@
 torchrun --nproc-per-node=2 examples/several_gpus.py ddp
 torchrun --nproc-per-node=2 examples/several_gpus.py fsdp2
 
-accelerate launch --num_processes 2 examples/several_gpus.py ddp
+accelerate launch --multi_gpu --num_processes 2 examples/several_gpus.py ddp
 
 `several_machines.slurm` starts it on two machines.
 """
@@ -20,7 +20,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import memscale
 
 way = sys.argv[1] if len(sys.argv) > 1 else "ddp"
-if "RANK" not in os.environ:  # where there is no GPU, `accelerate launch` starts one process alone
+if "RANK" not in os.environ:  # without --multi_gpu, `accelerate launch` starts one process where it finds no GPUs
     sys.exit("start it as several ranks: torchrun --nproc-per-node=2 examples/several_gpus.py")
 accelerator = torch.accelerator.current_accelerator(check_available=True)
 device = torch.device("cpu")

@@ -57,8 +57,26 @@ def test_samples_of_every_kind_give_the_same_plan(sample: Any) -> None:
 @pytest.mark.parametrize("target", [None, 3, "model", torch.ones(3), Mlp, [Mlp()]], ids=lambda t: type(t).__name__)
 def test_anything_but_a_model_is_named(target: Any) -> None:
     for verb in (memscale.wrap, memscale.detach, memscale.executor_of):
-        with pytest.raises(TypeError, match=type(target).__name__):
+        named = target if isinstance(target, type) else type(target)
+        with pytest.raises(TypeError, match=named.__name__):
             verb(target)
+
+
+def test_what_to_do_with_the_object_of_a_known_package_is_said() -> None:
+    for package, said in {
+        "accelerate": "Known of accelerate: wrap the model, before or after accelerator.prepare",
+        "diffusers": "Known of diffusers: wrap the network that is trained",
+        "lightning": r"Known of lightning: .*MemScaleCallback\(config\)",
+        "peft": "Known of peft: wrap what get_peft_model returns",
+        "pytorch_lightning": r"Known of pytorch_lightning: .*MemScaleCallback\(config\)",
+        "transformers": "Known of transformers: wrap the model, or the Trainer that has it",
+    }.items():
+        target = type("Known", (), {"__module__": f"{package}.inside"})()
+        for verb in (memscale.wrap, memscale.estimate):
+            with pytest.raises(TypeError, match=said):
+                verb(target)
+    with pytest.raises(TypeError, match="the class Mlp: make an instance of it"):
+        memscale.wrap(Mlp)
 
 
 def test_other_wrong_arguments_are_named() -> None:

@@ -93,6 +93,23 @@ def test_the_table_is_that_of_the_measured_data() -> None:
     assert data["weights_identical"]
 
 
+def test_the_page_of_threads_names_what_is_intercepted_and_our_threads() -> None:
+    text = (ROOT / "docs" / "design" / "threads.md").read_text()
+    code = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    names = set(re.findall(r"intercept\([\w.]+, \"(\w+)\"", code))
+    threads = set(re.findall(r"(?:name|thread_name_prefix)=\"(memscale-\w+)", code))
+    assert {"cross_entropy", "memscale-io"} <= names | threads
+    for name in names | threads:
+        assert re.search(rf"`(?:[\w.]+\.)?{name}(?![a-z])", text), name
+
+
+def test_the_page_of_all_pages_has_all() -> None:
+    folder = ROOT / "docs"
+    listed = set(re.findall(r"\]\(([^):]+)\)", (folder / "README.md").read_text()))
+    pages = {str(path.relative_to(folder)) for path in (*folder.rglob("*.md"), *folder.glob("results/*.txt"))}
+    assert sorted(pages - listed) == ["README.md"]
+
+
 def test_every_field_of_the_config_is_documented() -> None:
     text = (ROOT / "docs" / "reference" / "configuration.md").read_text()
     for field in memscale.Config.__dataclass_fields__:

@@ -107,6 +107,21 @@ def _exists(name: str) -> bool:
     return True
 
 
+def test_maps_of_rooms_name_their_modules() -> None:
+    """Lines of two columns in the docstring of a room, the first of which are its modules and folders."""
+    wrong, num_named = [], 0
+    for path in sources("src"):
+        text = ast.get_docstring(ast.parse(path.read_text())) or "" if path.name == "__init__.py" else ""
+        lines = re.findall(r"^ *(\w+/?(?:, \w+/?)*)  +\S", text, re.MULTILINE)
+        named = [name.rstrip("/") for line in lines for name in line.split(", ")]
+        there = [name for name in named if (path.parent / name).is_dir() or (path.parent / f"{name}.py").is_file()]
+        num_named += len(there)
+        if there:
+            wrong += [f"{path.relative_to(ROOT)}: {name}" for name in named if name not in there]
+    assert num_named > 50
+    assert not wrong, "\n".join(wrong)
+
+
 def test_attributes_of_our_classes_exist() -> None:
     wrong = []
     for where, line in all_prose():

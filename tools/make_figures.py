@@ -157,7 +157,7 @@ def _precision_figure(data: Any) -> Any:
 
 
 def _growth_figure(data: Any) -> Any:
-    return growth.figure_of([growth.Point(**{k: v for k, v in row.items() if k != "type"}) for row in data])
+    return growth.figure_of(growth.points_of(data))
 
 
 PICTURES = (

@@ -213,6 +213,7 @@ def _chosen(suites: Iterable[str], options: argparse.Namespace) -> list[tuple[st
 def describe(results: dict[tuple[str, ...], Result], missing: list[str]) -> str:
     """The table, what the plans did, and each trial that was not exact."""
     lines = [
+        "$ python -m benchmarks.zoo",
         f"torch {importlib.metadata.version('torch')}, transformers {importlib.metadata.version('transformers')}, "
         f"Python {platform.python_version()}, on {platform.machine()}.",
         *(f"{library} is not installed, so nothing of it was tried." for library in missing),

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from memscale._config import AsyncOffloadConfig, Config, OptimizationMode
-from memscale._errors import DoesNotFitError, MemScaleError
+from memscale._errors import DoesNotFitError, MemScaleError, no_model
 from memscale._execute import parking
 from memscale._execute.executor import Executor
 from memscale._execute.executor import executor_of as find_executor
@@ -390,7 +390,7 @@ def _model_of(target: object) -> nn.Module:
         return target
     if _is_trainer(target):
         return _model_of(target.model)
-    raise TypeError(f"MemScale takes an nn.Module or a transformers.Trainer, not {type(target).__name__}")
+    raise TypeError(f"MemScale takes an nn.Module or a transformers.Trainer, not {no_model(target)}")
 
 
 def _replica_of(target: object) -> DistributedDataParallel | None:

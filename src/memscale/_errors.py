@@ -46,6 +46,28 @@ def is_system_name(text: str) -> bool:
         return False
 
 
+_OF_LIGHTNING = "wrap the module, or give the Trainer memscale.integrations.lightning.MemScaleCallback(config)"
+_INSTEAD = {
+    "accelerate": "wrap the model, before or after accelerator.prepare",
+    "diffusers": "wrap the network that is trained, such as pipeline.unet or pipeline.transformer",
+    "lightning": _OF_LIGHTNING,
+    "peft": "wrap what get_peft_model returns",
+    "pytorch_lightning": _OF_LIGHTNING,
+    "transformers": "wrap the model, or the Trainer that has it",
+}
+"""By package: what to do with one of its objects that is no model."""
+
+
+def no_model(target: object) -> str:
+    """What came in the place of a model, for a `TypeError`; and what to do instead, where that is known."""
+    if isinstance(target, type):
+        return f"the class {target.__name__}: make an instance of it"
+    name, package = type(target).__name__, type(target).__module__.partition(".")[0]
+    if package not in _INSTEAD:
+        return name
+    return f"{name} of {package}: {_INSTEAD[package]}"
+
+
 def install_command(extra: str) -> str:
     """What installs an optional dependency: the line for a message about a missing one."""
     return f'pip install -c constraints.txt ".[{extra}]"'
@@ -123,3 +145,13 @@ class ParkedError(MemScaleError):
 
 class StepInBackwardError(MemScaleError):
     """The training loop, or its optimizer, does what `step_in_backward=True` does not allow."""
+
+
+def runs_in_threads(model: str) -> MemScaleError:
+    """The error about a model that `nn.DataParallel` runs on several devices."""
+    return MemScaleError(
+        f"{model} runs in nn.DataParallel on several devices, as copies in threads of one process, which MemScale "
+        "cannot plan. Start one process for each device, with DistributedDataParallel around the model (`torchrun "
+        "--nproc-per-node=2 train.py`; a Trainer puts it there by itself), or show the program one device "
+        "(CUDA_VISIBLE_DEVICES=0)."
+    )

@@ -71,6 +71,17 @@ OffloadDirOption = Annotated[
         "--offload-dir", metavar="DIR", help="A directory: what the host has no room for may wait on its disk."
     ),
 ]
+WorldOption = Annotated[
+    int | None, typer.Option("--world-size", min=1, max=MAX_SIZE, help="Ranks that train it together.")
+]
+SnapshotOption = Annotated[
+    pathlib.Path | None,
+    typer.Option("--snapshot", help="Write the step there for pytorch.org/memory_viz: plain, or that of --mode."),
+]
+LengthsOption = Annotated[
+    pathlib.Path | None,
+    typer.Option("--lengths", help="A file of sequence lengths, one a line, each with a count if it has one."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
@@ -151,19 +162,11 @@ def estimate(
     lora: LoraOption = None,
     host: HostOption = None,
     offload_dir: OffloadDirOption = None,
-    world_size: Annotated[
-        int | None, typer.Option("--world-size", min=1, max=MAX_SIZE, help="Ranks that train it together.")
-    ] = None,
+    world_size: WorldOption = None,
     ddp: Annotated[bool, typer.Option("--ddp", help="Every rank has the whole model, as with DDP.")] = False,
     fsdp: Annotated[bool, typer.Option("--fsdp", help="Ranks share it out, as with fully_shard (FSDP2).")] = False,
-    snapshot: Annotated[
-        pathlib.Path | None,
-        typer.Option("--snapshot", help="Write the step there for pytorch.org/memory_viz: plain, or that of --mode."),
-    ] = None,
-    lengths: Annotated[
-        pathlib.Path | None,
-        typer.Option("--lengths", help="A file of sequence lengths, one a line, each with a count if it has one."),
-    ] = None,
+    snapshot: SnapshotOption = None,
+    lengths: LengthsOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Predict the peak of a training step, plain and in each mode. Nothing is allocated."""
@@ -302,7 +305,7 @@ def table(
     as_json: JsonOption = False,
 ) -> None:
     """Find the largest model of each family that trains on cards of 8 to 48 GB, in full and with LoRA. Predicted."""
-    from memscale.commands.what_fits import command
+    from memscale.commands.table import command
 
     parts = command.parts_of(cards, families, kind)
     command.run(log, parts, host_gb=host, page=page, show=show, as_json=as_json)

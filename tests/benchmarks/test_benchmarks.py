@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import pkgutil
+import re
 import subprocess
 import sys
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 import transformers  # noqa: F401  its own set-up is not a trace that a test leaves
 
+import benchmarks
 from benchmarks import overhead, prediction
 from benchmarks.models import Mlp, MlpBlock, case, suite
 from tests.lanes import some
@@ -135,4 +138,9 @@ def test_the_package_lists_its_benchmarks() -> None:
     text = subprocess.check_output([sys.executable, "-m", "benchmarks", "--list"], text=True)
     assert "python -m benchmarks.prediction\n    Does the number hold?" in text
     assert "python -m benchmarks.overhead\n" in text
+    assert "python -m benchmarks.zoo\n" in text
     assert "benchmarks.models" not in text
+    shared = set(re.findall(r"`(\w+)`", benchmarks.__doc__ or ""))
+    for info in pkgutil.iter_modules(benchmarks.__path__):
+        is_listed = f"python -m benchmarks.{info.name}\n" in text or info.name in ("__main__", "table")
+        assert is_listed != (info.name in shared), info.name

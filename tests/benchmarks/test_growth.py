@@ -5,11 +5,14 @@ from __future__ import annotations
 import functools
 import json
 import pathlib
+import shutil
 
 import pytest
 
 from benchmarks import growth
 from benchmarks.growth import Point
+
+RESULTS = pathlib.Path(__file__).parents[2] / "docs" / "results"
 
 
 def points(axis: str = "batch", power: float = 1.0) -> list[Point]:
@@ -34,6 +37,24 @@ def test_the_page_has_every_point_and_the_slopes() -> None:
     assert text.count("| nothing |") == 8
     assert "| layers | 1.00 | 1.00 | 1.00 | 1.00 | 0.00 |" in text
     assert text.index("## Layers") < text.index("## Batch")
+
+
+def test_the_page_is_what_its_data_says(tmp_path: pathlib.Path) -> None:
+    for suffix in (".md", ".json"):
+        shutil.copy((RESULTS / "growth").with_suffix(suffix), tmp_path)
+    out = tmp_path / "growth.md"
+    assert growth.main(["--page-only", "--out", str(out)]) == 0
+    for suffix in (".md", ".json"):
+        kept = (RESULTS / "growth").with_suffix(suffix).read_bytes()
+        assert out.with_suffix(suffix).read_bytes() == kept, (
+            "run `python -m benchmarks.growth --page-only --out docs/results/growth.md`"
+        )
+
+
+def test_a_page_alone_is_written_beside_its_data(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        growth.main(["--page-only"])
+    assert "--page-only needs --out" in capsys.readouterr().err
 
 
 @pytest.mark.slow

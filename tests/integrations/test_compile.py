@@ -20,9 +20,11 @@ from memscale import MemScaleError, PlanError
 from memscale._execute.executor import execute, executor_of
 from memscale._execute.settings import ExecutionSettings
 from memscale._plan import Checkpoint, OffloadActivations, OffloadOptimizer, StreamParameters, TileMlp
+from memscale._profile.layers import find_blocks
 from memscale._torch import private
 from tests.models import WIDTH, features, small, square_loss
-from tests.parity import adam, plan_of, seed
+from tests.parity import adam, checkpoint_all, plan_of, seed
+from tests.techniques.recompute import test_key_value_caches as caches
 
 # PyTorch's compiler looks at `.grad` of what a block is given.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -167,6 +169,29 @@ def test_dropout_in_a_compiled_block() -> None:
     assert_same(train(model), plain)
     assert model._memscale_executor.stats().num_recomputes > 0
     memscale.detach(model)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "t5"])
+def test_compiled_blocks_of_transformers_as_they_come(family: str) -> None:
+    """Their configs ask for caches, and the attention inside a block that is not computed again has the config, too."""
+
+    def run(model: Any) -> list[torch.Tensor]:
+        return [value for _ in range(2) for value in caches.step(model, caches.batch())]
+
+    def compiled(backend: Any) -> Any:
+        model = caches.build(family)
+        for block in find_blocks(model).values():
+            block.compile(backend=backend)
+        return model
+
+    plain, backend = run(compiled("eager")), Counting()
+    model = compiled(backend)
+    executor = checkpoint_all(model, every=2)
+    assert all(map(torch.equal, run(model), plain))
+    num_blocks = len(find_blocks(model))
+    assert executor.stats().num_recomputes == num_blocks, "half of the blocks, in two steps"
+    executor.detach()
+    assert backend.num_runs >= 3 * num_blocks, "forwards and recomputes run compiled graphs"
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -136,3 +136,27 @@ def test_a_forward_that_communicates_is_refused_and_a_part_of_it_is_not(alone: N
     part = memscale.wrap(replica.module[0], CONFIG, sample_input=batch)  # type: ignore[index]
     replica(batch).sum().backward()
     memscale.detach(part)
+
+
+def test_data_parallel_on_several_devices_is_refused(simgpu_device: torch.device) -> None:
+    replicas = nn.DataParallel(small().to(simgpu_device), device_ids=[0, 1])
+    for target in (replicas, nn.Sequential(replicas)):
+        with pytest.raises(memscale.MemScaleError, match=r"nn\.DataParallel.*torchrun.*CUDA_VISIBLE_DEVICES"):
+            memscale.wrap(target, CONFIG)
+        assert not hasattr(target, "_memscale_executor")
+    alone = memscale.wrap(nn.DataParallel(small().to(simgpu_device), device_ids=[0]), CONFIG)
+    memscale.detach(alone)  # it calls the model itself
+
+
+def test_copies_of_a_wrapped_model_that_data_parallel_makes_are_refused() -> None:
+    """Each of its threads would plan, and compute with the parameters of the first device."""
+    batch = torch.randn(4, 32)
+    for sample in (batch, None):
+        model = memscale.wrap(small(), CONFIG, sample_input=sample)
+        replica = model._replicate_for_data_parallel()
+        with pytest.raises(memscale.MemScaleError, match=r"Sequential runs in nn\.DataParallel"):
+            replica(batch)
+        with torch.no_grad():
+            assert torch.equal(replica(batch), small()(batch)), "what does not train needs no plan"
+        model(batch).sum().backward()
+        memscale.detach(model)

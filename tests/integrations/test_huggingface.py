@@ -257,6 +257,17 @@ def test_what_does_not_fit_is_refused_without_auto_find_batch_size(tmp_path):
     memscale.detach(ours)
 
 
+@pytest.mark.parametrize("way", ["wrap", "callback"])
+def test_a_trainer_that_would_run_copies_in_threads_is_refused(tmp_path, way):
+    """Where it sees several GPUs and was not started by `torchrun`."""
+    ours = make_trainer(tmp_path, callbacks=[MemScaleCallback()] if way == "callback" else None)
+    ours.args._n_gpu = 2
+    with pytest.raises(memscale.MemScaleError, match=r"the Trainer's model runs in nn\.DataParallel.*torchrun"):
+        ours.train() if way == "callback" else memscale.wrap(ours)
+    assert "train" not in vars(ours)
+    assert not hasattr(ours.model, "_memscale_executor")
+
+
 # ---- 16 bits by MemScale
 
 

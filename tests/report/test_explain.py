@@ -23,6 +23,7 @@ from memscale._plan import (
 from memscale.report.explain import reason_text, what_is_done, words_of_block, words_of_run
 from memscale.techniques.loss_by_rows import LossByRows
 from memscale.techniques.offload.kept_outputs import OffloadKept
+from memscale.techniques.offload.optimizer.early_state import FetchStateEarly
 from memscale.techniques.offload.optimizer.in_backward import StepInBackward
 from memscale.techniques.offload.optimizer.on_device import StepOnDevice
 from tests.parity import plan_of
@@ -61,6 +62,7 @@ EXAMPLES: dict[type, Action] = {
     StepInBuckets: StepInBuckets(1024),
     StepInBackward: StepInBackward(1024),
     StepOnDevice: StepOnDevice(1024),
+    FetchStateEarly: FetchStateEarly("a", 1024),
     OffloadOptimizer: OffloadOptimizer(1024),
     StreamParameters: StreamParameters("a"),
     MixedPrecision: MixedPrecision("bfloat16"),

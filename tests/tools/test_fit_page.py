@@ -36,6 +36,9 @@ def _data() -> dict[str, Any]:
 def test_the_page_loads_what_was_profiled() -> None:
     data = _data()
     assert data["entries"] == make_fit_page.read()["entries"], "run `python -m tools.make_fit_page --write`"
+    assert make_fit_page.SCRIPT.read_text() == make_fit_page.script(make_fit_page.read()), (
+        "what a card offers is another: run `python -m tools.make_fit_page --write`"
+    )
     assert [card["name"] for card in data["cards"]] == [card.name for card in KNOWN_CARDS]
     assert all(card["budget_bytes"] < card["total_bytes"] for card in data["cards"])
 

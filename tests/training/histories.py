@@ -171,7 +171,7 @@ PLANNED: dict[str, dict[str, Any]] = {
 STEPS_IN_BACKWARD = ("in backward",)
 STREAMS = (
     *("stream", "stream, step on the device", "everything", "everything, step on the device"),
-    "guests and half of the optimizer",
+    *("guests and half of the optimizer", "guests and early state"),
 )
 ON_CPU = tuple(name for name in TECHNIQUES if name not in STREAMS)
 

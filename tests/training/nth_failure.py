@@ -40,6 +40,7 @@ from memscale._plan import (
 )
 from memscale._profile.layers import find_blocks
 from memscale.techniques.offload.kept_outputs import OffloadKept
+from memscale.techniques.offload.optimizer.early_state import FetchStateEarly
 from memscale.techniques.offload.optimizer.in_backward import StepInBackward
 from memscale.techniques.offload.optimizer.on_device import StepOnDevice
 from memscale.techniques.offload.parameters.streaming import rest_of
@@ -90,6 +91,11 @@ TECHNIQUES: dict[str, Actions] = {
     "everything, step on the device": _and(_EVERYTHING, StepOnDevice(BUCKET_BYTES)),
     "guests and half of the optimizer": _and(
         _blocks(StreamParameters), StepOnDevice(BUCKET_BYTES), OffloadOptimizer(BUCKET_BYTES, resident_share=0.5)
+    ),
+    "guests and early state": _and(
+        _blocks(StreamParameters, lambda fqn: FetchStateEarly(fqn, 1 << 16)),
+        StepOnDevice(BUCKET_BYTES),
+        OffloadOptimizer(BUCKET_BYTES),
     ),
 }
 OUR_STEPS = (OffloadOptimizer, StepInBuckets, StepInBackward, StepOnDevice)

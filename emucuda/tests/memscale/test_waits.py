@@ -69,7 +69,8 @@ def train_streamed() -> None:
     actions = [StreamParameters(f"blocks.{index}") for index in range(4)]
     with contextlib.ExitStack() as undo:
         device = torch.device("cuda")
-        streaming.attach(actions, model, device, undo, asynchronous=True, gradient_window_bytes=1 << 12)
+        how = streaming.Streaming(asynchronous=True, gradient_window_bytes=1 << 12)
+        streaming.attach(actions, model, device, undo, how)
         x = torch.randn(64, 256, device=device)
         with emucuda.watch_races():
             for _ in range(2):

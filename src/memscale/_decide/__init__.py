@@ -2,6 +2,16 @@
 
 A choice says for each block what is done to it, and for the run how large the tiles are and where the optimizer's
 state waits. `search` offers the choices that no other beats, whatever the budget is; the fastest that fits is taken.
+
+    eligible, policy/                                    what may be used: wishes that can be followed, and a policy's
+    choice, cost_model, budget                           what can be chosen, what it costs, and what there is to spend
+    timeline, step_time, link_clock, lanes               the model of time
+    optimizer_model, optimizer_shares, early_state       the optimizer under a plan
+    search, partial_choices, lowest_peak, spaced         what is worth considering
+    pareto, bound                                        peak against time, and the least time of any exact plan
+    travel                                               how tensors go to the next tier and come back
+    write_plan, chosen, misfit                           what was decided, as a plan or as an error
+    allocator/                                           PyTorch's caching allocator, as a model
 """
 
 from __future__ import annotations
@@ -15,6 +25,7 @@ from memscale._decide.bound import least_blocking_ms
 from memscale._decide.budget import Budget, Held
 from memscale._decide.choice import OPTIONS, Choice, Outcome, RunOptions, choice_of
 from memscale._decide.cost_model import CostModel
+from memscale._decide.early_state import early_choices
 from memscale._decide.eligible import Eligible
 from memscale._decide.lowest_peak import Room
 from memscale._decide.misfit import misfit
@@ -30,7 +41,7 @@ from memscale._decide.pareto import (
 )
 from memscale._decide.search import Candidate, search
 from memscale._decide.spaced import spaced_choices
-from memscale._decide.write_plan import asked_for, may_step_on_host, write_plan
+from memscale._decide.write_plan import Decision, asked_for, may_step_on_host, write_plan
 from memscale._plan import Action, DecisionSource, FrontPoint, Plan, Reason
 from memscale._profile import OFFLOAD, Profile, Treatment
 from memscale.techniques.technique import Technique
@@ -107,8 +118,8 @@ def decide_on(
         chosen, summary = _choose(candidates, baseline, budget, eligible, expected)
         fits = budget.admits(expected.of(chosen).outcome)
     front = pareto_front(_placeable(candidates, budget), baseline, chosen, model.profile)
-    shown_bytes = eligible.budget.device_bytes
-    plan = write_plan(model, eligible, decision_source, baseline, chosen, shown_bytes, fits, summary, front, note)
+    decision = Decision(decision_source, baseline, chosen, fits, summary, front, note)
+    plan = write_plan(model, eligible, decision)
     if chosen.choice == Choice(run=_as_asked(model, eligible)):
         plan = dataclasses.replace(plan, actions=(*plan.actions, *asked_for(model, eligible)))
     return plan
@@ -130,16 +141,9 @@ def plan_as_it_is(profile: Profile, eligible: Eligible, actions: tuple[Action, .
     choice, baseline = choice_of(actions, profile), model.evaluate(Choice())
     budget, outcome = eligible.budget, model.evaluate(choice)
     numbers = {"baseline_bytes": baseline.peak_bytes, "budget_bytes": budget.device_bytes}
-    return write_plan(
-        model,
-        eligible,
-        "user_config",
-        baseline,
-        Candidate(choice, outcome),
-        budget.device_bytes,
-        budget.admits(outcome),
-        Reason(rule, {**numbers}),
-    )
+    chosen, fits = Candidate(choice, outcome), budget.admits(outcome)
+    decision = Decision("user_config", baseline, chosen, fits, Reason(rule, {**numbers}))
+    return write_plan(model, eligible, decision)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -331,7 +335,8 @@ def _find_candidates(model: CostModel, baseline: Outcome, eligible: Eligible) ->
     for is_exact in (True, False):
         alike = [candidate for candidate in found if candidate.choice.run.is_exact == is_exact]
         found += _with_shares(model, alike, counts_waiting=counts_waiting)
-    return found + _spaced(model, eligible, found) or [Candidate(Choice(), baseline)]
+    found += _spaced(model, eligible, found)
+    return found + _early(model, eligible, found) or [Candidate(Choice(), baseline)]
 
 
 def _runs(model: CostModel, eligible: Eligible) -> Iterator[RunOptions]:
@@ -408,6 +413,21 @@ def _spaced(model: CostModel, eligible: Eligible, found: list[Candidate]) -> lis
     spaced += _with_shares(model, spaced, counts_waiting=False)
     kept = {id(candidate) for candidate in undominated([*exact, *spaced])}
     return [candidate for candidate in spaced if id(candidate) in kept]
+
+
+def _early(model: CostModel, eligible: Eligible, found: list[Candidate]) -> list[Candidate]:
+    """Exact plans with state that comes back under backward; those that nothing beats.
+
+    See NOTE [under backward] in early_state.py.
+    """
+    if not eligible.has(OPTIONS["early_state"]):
+        return []
+    exact = [candidate for candidate in found if candidate.choice.run.is_exact]
+    bases = sorted(undominated(exact), key=by_peak)
+    choices = dict.fromkeys(early_choices(model, [candidate.choice for candidate in bases]))
+    early = [Candidate(choice, model.evaluate(choice)) for choice in choices]
+    kept = {id(candidate) for candidate in undominated([*exact, *early])}
+    return [candidate for candidate in early if id(candidate) in kept]
 
 
 def _gains_by_buckets(model: CostModel, candidate: Candidate) -> bool:

@@ -52,6 +52,13 @@ class RunOptions(_Found):
     """Streamed parameters are stepped on the device, not on the host."""
     loss_by_rows: bool = False
     """The gradients of the loss are made some rows at a time."""
+    early_state: tuple[tuple[str, int], ...] = ()
+    """Blocks before whose backward some of the optimizer's state is asked for, and how many bytes of it."""
+
+    @property
+    def early_bytes(self) -> int:
+        """How much of the optimizer's state is asked for early, in all."""
+        return sum(num_bytes for _, num_bytes in self.early_state)
 
     @property
     def techniques(self) -> tuple[Technique, ...]:
@@ -118,6 +125,10 @@ class Choice:
     @property
     def num_actions(self) -> int:
         return len(self.blocks) + self.run.num_actions
+
+    def with_run(self, **options: Any) -> Choice:
+        """The same with these run options."""
+        return Choice(self.blocks, dataclasses.replace(self.run, **options))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

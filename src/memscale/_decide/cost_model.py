@@ -246,8 +246,9 @@ class CostModel:
             outcomes.append(self._outcome(other, extras, max(peak, in_step) + more, total_ms))
         return outcomes
 
-    def _walked(self, choice: Choice) -> tuple[RunOptions, Extras, int, int, float]:
-        """What is live after backward, the peak up to there, and how long that takes."""
+    def _walked(self, choice: Choice, heights: list[int] | None = None) -> tuple[RunOptions, Extras, int, int, float]:
+        """What is live after backward, the peak up to there, and how long that takes; `heights` gets the peak of each
+        stretch."""
         run, extras = choice.run, self._extras(choice)
         stretches = self._stretches_under(choice)
         live = peak = self._static_bytes(run, extras)
@@ -260,11 +261,53 @@ class CostModel:
             streamed = {fqn: self.blocks[fqn].param_bytes for fqn, treatment in choice.blocks if treatment.streams}
             course = Course(self.owners, self.first_backward, times_ms)
             total_ms = min(total_ms, extras.ms + spaced_ms(course, sent, streamed, self.pace, self.window_bytes))
-        for stretch, held_here in zip(stretches, held, strict=True):
+        total_ms += self._early_wait_ms(choice, times_ms)
+        for stretch, held_here, early in zip(stretches, held, self._early_bytes(run), strict=True):
+            live += early
             highest = live + stretch.peak_bytes + held_here
+            if heights is not None:
+                heights.append(highest)
             peak = highest if highest > peak else peak  # choices are many, and so are stretches
             live += stretch.net_bytes
         return run, extras, live, peak, total_ms
+
+    # ---- state that comes back under backward: see NOTE [under backward] in early_state.py
+
+    def _early_bytes(self, run: RunOptions) -> list[int]:
+        """How much of the optimizer's state is asked for when each stretch begins."""
+        found = [0] * len(self.owners)
+        for fqn, num_bytes in run.early_state:
+            places = self._places.get(fqn, [])
+            if len(places) == 2:
+                found[places[1]] += num_bytes
+        return found
+
+    def _early_wait_ms(self, choice: Choice, times_ms: Sequence[float]) -> float:
+        """What backward takes longer: state that comes early shares the link with what the blocks there wait for."""
+        if not choice.run.early_state:
+            return 0.0
+        asking = {fqn for fqn, _ in choice.run.early_state}
+        begin = min((self._places[fqn][1] for fqn in asking if len(self._places.get(fqn, [])) == 2), default=0)
+        treated = dict(choice.blocks)
+        others = sum(self._comes_back_bytes(fqn, treated.get(fqn, KEEP)) for fqn in asking)
+        return max(0.0, float(self.pace.link_ms(others + choice.run.early_bytes)) - sum(times_ms[begin:]))
+
+    def _comes_back_bytes(self, module_fqn: str, treatment: Treatment) -> int:
+        """What comes to the device for the backward of a block."""
+        weights = self.blocks[module_fqn].param_bytes if treatment.streams else 0
+        return weights + (self._movable_bytes(module_fqn, treatment) if treatment.offloads else 0)
+
+    def room_for_early(self, choice: Choice, module_fqns: Sequence[str]) -> int:
+        """How much state can come early, as much before each of these blocks, without a higher peak."""
+        heights: list[int] = []
+        self._walked(choice, heights)
+        peak_bytes, count = self.evaluate(choice).peak_bytes, len(module_fqns)
+        room_bytes = peak_bytes - self.bytes_in_step(choice)
+        asked = self._early_bytes(dataclasses.replace(choice.run, early_state=tuple((fqn, 1) for fqn in module_fqns)))
+        for highest, num_asked in zip(heights, itertools.accumulate(asked), strict=True):
+            if num_asked:
+                room_bytes = min(room_bytes, (peak_bytes - highest) * count // num_asked)
+        return max(0, room_bytes)
 
     def _stretches_under(self, choice: Choice) -> list[Stretch]:
         """The step under this choice. Blocks are many, and share their treatments: each is looked up once."""

@@ -9,6 +9,8 @@ in `step_time.py`. What tiles add to a step is not drawn.
 
 from __future__ import annotations
 
+import dataclasses
+
 from memscale._decide.choice import Choice
 from memscale._decide.cost_model import CostModel
 from memscale._decide.step_time import Moved
@@ -21,7 +23,10 @@ def lanes_of(model: CostModel, trace: StepTrace, choice: Choice) -> StepTimes:
     spans: list[Span] = []
     now_ms, halves = 0.0, bool(choice.run.precision)
     streamed = [fqn for fqn, treatment in choice.blocks if treatment.streams]
+    early = dict(choice.run.early_state)
     for owner, segments, more in model.runs_of(trace, streamed):
+        if segments[0].phase == "backward" and owner in early:
+            more = dataclasses.replace(more, in_bytes=more.in_bytes + early[owner])
         run_ms = model.pace.run_ms(segments, halves=halves, more=more)
         spans += _spans_of(model, owner, segments, more, now_ms, halves)
         now_ms += run_ms
@@ -75,8 +80,8 @@ def _optimizer_spans(model: CostModel, choice: Choice, start_ms: float) -> list[
     if away_bytes and travels:
         begin_ms = start_ms + device_ms if run.steps_on_device else start_ms
         end_ms = min(start_ms + total_ms, begin_ms + float(model.pace.link_ms(away_bytes)))
-        both: tuple[Lane, Lane] = ("link in", "link out")
-        spans += [Span(lane, begin_ms, end_ms, "optimizer", num_bytes=away_bytes) for lane in both]
+        both: dict[Lane, int] = {"link in": away_bytes - run.early_bytes, "link out": away_bytes}
+        spans += [Span(lane, begin_ms, end_ms, "optimizer", num_bytes=size) for lane, size in both.items() if size > 0]
     if total_ms > device_ms:
         where: Lane = "compute" if run.steps_on_device else "host"
         spans.append(Span(where, start_ms + device_ms, start_ms + total_ms, "optimizer"))

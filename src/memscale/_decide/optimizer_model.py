@@ -89,15 +89,27 @@ class OptimizerModel(OptimizerShares):
 
     def step_ms(self, run: RunOptions, streamed_bytes: Any) -> Any:
         """The step over what is on the device, and over what is streamed: there, or on the host."""
-        hardware, works = self.pace.hardware, list(self._guest_works(run, streamed_bytes))
-        in_buckets = self.manner(run).work(self, run, streamed_bytes)
-        at_once_ms = self.manner(run).step_ms(self, run, streamed_bytes) if in_buckets is None else 0.0
-        on_device_ms = at_once_ms + self.works_ms(works if in_buckets is None else [in_buckets, *works])
+        hardware, works = self.pace.hardware, self._works(run, streamed_bytes)
+        is_at_once = self.manner(run).work(self, run, streamed_bytes) is None
+        at_once_ms = self.manner(run).step_ms(self, run, streamed_bytes) if is_at_once else 0.0
+        on_device_ms = at_once_ms + self.works_ms(works, run.early_bytes)
         if run.steps_on_device or hardware.host_bytes_per_s is None:
             return on_device_ms
         host_bytes_per_s = min(hardware.host_bytes_per_s, hardware.memory_bytes_per_s)
         share_away = 1 - self.share_left(run, streamed_bytes)
         return on_device_ms + share_away * self.cost(run).moved_bytes / host_bytes_per_s * 1e3
+
+    def arriving_surplus(self, run: RunOptions, streamed_bytes: int) -> int:
+        """How much more arrives in the step than leaves, as far as it is state: so much of it is of use early."""
+        works = self._works(run, streamed_bytes)
+        coming, leaving = (sum(getattr(work.moved, name) for work in works) for name in ("in_bytes", "out_bytes"))
+        surplus: int = round(min(coming - leaving, sum(self.bytes_away(run, streamed_bytes))))
+        return max(0, surplus)
+
+    def _works(self, run: RunOptions, streamed_bytes: Any) -> list[StepWork]:
+        """What is stepped in buckets."""
+        in_buckets = self.manner(run).work(self, run, streamed_bytes)
+        return [*([] if in_buckets is None else [in_buckets]), *self._guest_works(run, streamed_bytes)]
 
     def _guest_works(self, run: RunOptions, streamed_bytes: Any) -> Iterator[StepWork]:
         """The step over what visits the device for it."""

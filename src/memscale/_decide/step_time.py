@@ -146,8 +146,10 @@ class Pace:
         paced_ms = larger(larger(compute_ms, launches_ms + copies_ms) + landing_ms, link_ms)
         return paced_ms + self.link_ms(moved.first_bytes)
 
-    def turns_ms(self, works: Sequence[StepWork]) -> Any:
+    def turns_ms(self, works: Sequence[StepWork], early_bytes: Any = 0) -> Any:
         """The time of buckets that take turns: one arrives, one is computed and one leaves at a time.
+
+        `early_bytes` of what would come are there already.
 
         NOTE [turns]: the slowest of the three is busy from its first turn to its last. What it waits for comes on top:
         the first turn of what comes before it, and the last turn of what comes behind it. What stays on the device is
@@ -163,7 +165,8 @@ class Pace:
         if not self.overlaps:
             return self.slowest_ms(compute_ms, launches, moved, host_ms)
         busy_ms = self.slowest_ms(compute_ms, launches, Moved(moved.num_copies), host_ms)
-        in_ms, out_ms = self.link_ms(moved.in_bytes), self.link_ms(moved.out_bytes)
+        here_bytes = smaller(early_bytes, moved.in_bytes)
+        in_ms, out_ms = self.link_ms(moved.in_bytes - here_bytes), self.link_ms(moved.out_bytes)
         arrives_ms = self.link_ms(_largest(work.turn.in_bytes for work in works))
         leaves_ms = self.link_ms(_largest(work.turn.out_bytes for work in works))
         one_ms = _largest(work.turn.compute_ms for work in works)

@@ -35,19 +35,25 @@ _SPEEDS = (
 )
 
 
-def write_plan(
-    model: CostModel,
-    eligible: Eligible,
-    decision_source: DecisionSource,
-    baseline: Outcome,
-    chosen: Candidate,
-    budget_bytes: int,
-    fits: bool,
-    summary: Reason,
-    front: tuple[FrontPoint, ...] = (),
-    front_note: str = "",
-) -> Plan:
-    profile, outcome, config = model.profile, chosen.outcome, eligible.config
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decision:
+    """What was decided, and why: what becomes a plan."""
+
+    source: DecisionSource
+    baseline: Outcome
+    """The plain step's."""
+    chosen: Candidate
+    fits: bool
+    summary: Reason
+    front: tuple[FrontPoint, ...] = ()
+    """What there was to choose among."""
+    front_note: str = ""
+
+
+def write_plan(model: CostModel, eligible: Eligible, decision: Decision) -> Plan:
+    """The plan that does what was chosen."""
+    profile, config, baseline, chosen = model.profile, eligible.config, decision.baseline, decision.chosen
+    outcome, budget_bytes = chosen.outcome, eligible.budget.device_bytes
     host_bytes, movable_bytes = _waiting(model, eligible, chosen)
     return Plan(
         actions=tuple(_actions(model, eligible, chosen.choice)),
@@ -55,8 +61,8 @@ def write_plan(
         predicted_peak_bytes=outcome.peak_bytes,
         predicted_slowdown=slowdown(chosen, baseline),
         budget_bytes=budget_bytes,
-        fits=fits,
-        decision_source=decision_source,
+        fits=decision.fits,
+        decision_source=decision.source,
         mode=config.mode.value,
         device_type=model.hardware.device_type,
         device_name=model.hardware.device_name,
@@ -64,12 +70,12 @@ def write_plan(
         profile_source=profile.source,
         model_class=profile.model_class,
         inputs=tuple(f"{s.name}: {'x'.join(map(str, s.shape)) or 'scalar'} {s.dtype}" for s in profile.inputs),
-        summary=summary,
+        summary=decision.summary,
         rows=tuple(_row(model, eligible, layer, chosen.choice) for layer in profile.layers),
         host_bytes=host_bytes,
         movable_bytes=movable_bytes,
-        front=front,
-        front_note=front_note,
+        front=decision.front,
+        front_note=decision.front_note,
         conditions=conditions_of(eligible),
         loop_bytes=profile.loop_bytes,
         least_slowdown=_least_slowdown(model, eligible, baseline, _bounded_bytes(config, budget_bytes, outcome)),

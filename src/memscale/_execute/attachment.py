@@ -19,6 +19,7 @@ from memscale._torch.overrides import find_module
 
 if TYPE_CHECKING:
     from memscale._execute.offloading import Offloading
+    from memscale.techniques.offload.optimizer.early_state import FetchStateEarly
     from memscale.techniques.offload.transfer.transfers import Transfers
     from memscale.techniques.precision.autocast import Precision
     from memscale.techniques.precision.loss_scale import LossScale
@@ -29,7 +30,7 @@ Packer = Callable[[contextlib.ExitStack], Any]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class HeldState:
+class StateHandling:
     """What one technique does about optimizer state."""
 
     actions: tuple[Any, ...]
@@ -71,8 +72,10 @@ class Attachment:
         """What is asked to say what a technique has learnt from steps, such as in which order layers come."""
         self.begun: list[Callable[[], None]] = []
         """Called where a forward of the model has begun already, which is to follow the plan."""
+        self.early: Sequence[FetchStateEarly] = ()
+        """Layers before whose backward some of the optimizer's state is asked for."""
         self._waiting_bytes = waiting_bytes
-        self._held: list[HeldState] = []
+        self._held: list[StateHandling] = []
         self._is_settled = False
         self._tier: Transfers | None = None
 
@@ -98,7 +101,7 @@ class Attachment:
         guest_bytes: int | None = None,
     ) -> None:
         """Adopt the model's optimizer, with all that is said about its state: what waits packed is what travels."""
-        self._held.append(HeldState(tuple(actions), moves, packer, resident_share, guest_bytes))
+        self._held.append(StateHandling(tuple(actions), moves, packer, resident_share, guest_bytes))
 
     def open_tier(self) -> Transfers:
         """The one tier that all of the plan share; `StoreFullError` if it has no room for what is known to wait."""

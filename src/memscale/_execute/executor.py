@@ -17,12 +17,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale._errors import MemScaleError, PlanError, is_system_name, shortened, shown
-from memscale._execute import orderly_exit, reserving
+from memscale._execute import early_moments, orderly_exit, reserving
 from memscale._execute.attachment import Attachment
+from memscale._execute.interrupts import undisturbed
 from memscale._execute.malloc import is_short, return_freed_memory
 from memscale._execute.offloading import Offloading, without_reasons
 from memscale._execute.settings import ExecutionSettings, is_fake
-from memscale._execute.undisturbed import undisturbed
 from memscale._plan import Action, AllocatorUse, LayerAction, Plan
 from memscale._progress import stage
 from memscale._torch.device_memory import total_peak_bytes
@@ -251,6 +251,7 @@ class Executor:
             if mine:
                 technique.attach(mine, to)
         to.settle_state()
+        early_moments.watch(to)
         self._recomputed += to.recomputed
         self.held, self._lessons = to.held, to.lessons
         self._precision, self._begun = to.precision, to.begun

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memscale._execute.attachment import HeldState
+from memscale._execute.attachment import StateHandling
 from memscale._execute.settings import ExecutionSettings, is_fake
 from memscale._plan import Action, Reason
 from memscale._torch.overrides import find_module
@@ -64,7 +64,7 @@ def without_reasons(actions: Sequence[AnyAction]) -> tuple[AnyAction, ...]:
     return tuple(dataclasses.replace(action, reason=Reason("")) for action in actions)
 
 
-def _bucket_sizes(held: Sequence[HeldState]) -> BucketSizes:
+def _bucket_sizes(held: Sequence[StateHandling]) -> BucketSizes:
     """State of what is on the device stays there where nobody moves it, though there is a tier for that of guests."""
     of_residents = [action.bucket_bytes for one in held if one.guest_bytes is None for action in one.actions]
     return BucketSizes(
@@ -114,7 +114,7 @@ class Offloading:
         return self._optimizer() if self._optimizer is not None else None
 
     def settle_state(
-        self, held: Sequence[HeldState], budget: int | None, waiting_bytes: int | None
+        self, held: Sequence[StateHandling], budget: int | None, waiting_bytes: int | None
     ) -> Transfers | None:
         """Optimizer state waits as these say; where they say nothing, it is where its parameters are.
 
@@ -132,7 +132,7 @@ class Offloading:
         self.users["optimizer"] = self.parked.adoption
         return self.parked.transfers
 
-    def _park(self, held: Sequence[HeldState], budget: int | None, waiting_bytes: int | None) -> None:
+    def _park(self, held: Sequence[StateHandling], budget: int | None, waiting_bytes: int | None) -> None:
         """Adopt the optimizer. Its state outlives the plan: a later one that treats it alike goes on with it."""
         actions = [action for one in held for action in one.actions]
         with contextlib.ExitStack() as undo:
@@ -157,6 +157,8 @@ class Offloading:
         streamer = self.users.get("streaming")
         if streamer is not None:
             streamer.let_go()
+        if self.parked is not None:
+            self.parked.adoption.drop_early()
         parked = self.parked.transfers if self.parked is not None else None
         moving = [parked, *(getattr(user, "transfers", None) for user in self.users.values())]
         for transfers in {id(one): one for one in moving if one is not None}.values():
@@ -177,7 +179,11 @@ class Offloading:
             streaming.let_go(streamer, self._model)
 
     def _adopt(
-        self, held: Sequence[HeldState], transfers: Transfers | None, host_has_room: bool, undo: contextlib.ExitStack
+        self,
+        held: Sequence[StateHandling],
+        transfers: Transfers | None,
+        host_has_room: bool,
+        undo: contextlib.ExitStack,
     ) -> adoption.Adoption:
         """One adoption for all: what waits packed is what travels."""
         packers = [one.packer for one in held if one.packer is not None]

@@ -34,13 +34,13 @@ from memscale._plan import Plan
 from memscale._planning.full_stack import StackReport
 from memscale._planning.job import Job, device_of, eligible_here
 from memscale._planning.loop.replanning import Replanner
+from memscale._planning.rank_meetings import withheld_from
 from memscale._planning.recovery.oom_recovery import Recovery
 from memscale._planning.saved.saved_plans import device_for, refuse_plan
-from memscale._planning.together import withheld_from
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale._profile.layers import refuse_compiled_around_blocks
 from memscale._profile.profiler import refuse_unprofilable
-from memscale._profile.ranks import ALONE, find_group, refuse_flat_parameters
+from memscale._profile.ranks import ALONE, find_group, refuse_data_parallel, refuse_flat_parameters
 from memscale._torch.overrides import undo_with
 from memscale.report import console
 from memscale.report.versions import warn_of_versions
@@ -264,6 +264,7 @@ def _refuse_parked(model: nn.Module) -> None:
 def _refuse_unusable(model: nn.Module, config: Config) -> None:
     refuse_unprofilable(model)
     refuse_flat_parameters(model)
+    refuse_data_parallel(model)
     refuse_compiled_around_blocks(model)
     if any(parameter.device.type == "meta" for parameter in model.parameters()):
         raise MemScaleError(

@@ -20,11 +20,10 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from memscale._config import Config
 from memscale._decide import Kind, Traits, confirmed, decide_on, full_front, kind_of, suspects_of
-from memscale._decide.admission import Admission
 from memscale._decide.allocator import MIN_BLOCK_BYTES, SEGMENT_ROUNDING_BYTES
 from memscale._decide.allocator.settings import AllocatorSettings
 from memscale._decide.budget import Budget, Held, needed_bytes
-from memscale._decide.choice import Choice, choice_of
+from memscale._decide.choice import Choice, Outcome, choice_of
 from memscale._decide.eligible import Eligible
 from memscale._decide.policy import Strategy
 from memscale._decide.travel import Travel
@@ -38,6 +37,7 @@ from memscale._plan import (
     Plan,
     Reason,
 )
+from memscale._planning.admission import Admission
 from memscale._planning.job import Job
 from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.reserved.allocation_log import AllocationLog
@@ -45,7 +45,6 @@ from memscale._planning.reserved.allocations import Start, allocator_settings, r
 from memscale._planning.reserved.found_memory import find_memory
 from memscale._planning.reserved.least_reserved import growing, least_reserved
 from memscale._planning.reserved.recording import (
-    Limit,
     Shortcuts,
     UnderPlan,
     highest_of,
@@ -171,6 +170,8 @@ class OneWay(Trials):
             if plan.fits or not decided.fits:
                 break
             taught.by(choice, plan, decided, is_last=is_known or attempt + 2 > _MAX_REHEARSALS)
+        if plan.fits and taught.margins:
+            self._hold(plan)
         return plan if plan.fits else self._with_less_reserved(plan, strategy.eligible)
 
     def _decide(self, strategy: Strategy, taught: _Taught) -> Plan:
@@ -186,6 +187,12 @@ class OneWay(Trials):
                 rehearsed=taught.needed(),
             )
 
+    def _hold(self, plan: Plan) -> None:
+        """Expect of plans like this one that they hold as much above what is live as it does."""
+        if plan.predicted_reserved_bytes is not None:
+            above_bytes = plan.predicted_reserved_bytes - plan.predicted_peak_bytes
+            self.taught.hold(choice_of(plan.actions, self.profile), above_bytes)
+
     def refined(self, plan: Plan, strategy: Strategy) -> Plan:
         """A faster plan than the one that fits, where there is one that holds as much above what is live as this does.
 
@@ -194,16 +201,14 @@ class OneWay(Trials):
         """
         tried, taught = plan, self.taught
         for _ in range(_MAX_REFINEMENTS if taught.margins else 0):
-            reserved_bytes = tried.predicted_reserved_bytes
-            if reserved_bytes is None:
-                break
-            taught.hold(choice_of(tried.actions, self.profile), reserved_bytes - tried.predicted_peak_bytes)
-            if needed_bytes(plan) > plan.budget_bytes * (1 - _WORTH_REFINING):
+            has_room = needed_bytes(plan) <= plan.budget_bytes * (1 - _WORTH_REFINING)
+            if tried.predicted_reserved_bytes is None or not has_room:
                 break
             decided = self._decide(strategy, taught)
             if not decided.fits or not self._beats(decided, plan):
                 break
             tried = self.confirm(decided, strategy.eligible)
+            self._hold(tried)
             if tried.fits:
                 plan = tried
             else:
@@ -217,7 +222,8 @@ class OneWay(Trials):
 
     def _with_less_reserved(self, plan: Plan, eligible: Eligible) -> Plan:
         """The last resort: releases take time that no model knows, so a plan that needs none is preferred."""
-        if not plan.actions or plan.predicted_reserved_bytes is None:
+        live = Outcome(plan.predicted_peak_bytes, 0.0, plan.host_bytes, plan.movable_bytes)
+        if not plan.actions or plan.predicted_reserved_bytes is None or not eligible.budget.admits(live):
             return plan
         held = self.held(plan.actions, eligible.config)
         assert held is not None, "the plan has its numbers"
@@ -234,12 +240,14 @@ class OneWay(Trials):
         if choice.run.quantizes_optimizer:
             self.cost_in_8_bits()
         admission = self._admission(choice, plan, eligible.budget)
-        trace = self._rehearsed(plan.actions, eligible.config, admission)
+        trace = self._rehearsed(plan.actions, eligible.config)
         peak_bytes, fits = admission.peak_bytes(trace), admission.admits(trace)
-        held = self.held(plan.actions, eligible.config) if fits else None
-        if held is not None:
+        held = self.held(plan.actions, eligible.config)  # of what is too high as well: it says how much others hold
+        if held is not None and fits:
             held = self._asking(held, plan.actions, eligible)
             fits = eligible.has_room_for(held)
+        elif held is not None:
+            held = self._leaner(held, plan.actions, eligible.config, releases=False)
         return confirmed(plan, peak_bytes, fits=fits, held=held)
 
     def _confirm_plain(self, plan: Plan, eligible: Eligible) -> Plan:
@@ -313,24 +321,21 @@ class OneWay(Trials):
         reserved_bytes += sum(round_up(size, SEGMENT_ROUNDING_BYTES) for size in others)
         return Held.on(self.hardware, allocated_bytes, reserved_bytes, use)
 
-    def _record_held(
-        self, key: Hashable, actions: tuple[Action, ...], config: Config, limit: Limit | None = None
-    ) -> None:
-        """Find what is held, unless live bytes are beyond the `limit` already."""
+    def _record_held(self, key: Hashable, actions: tuple[Action, ...], config: Config) -> None:
+        """Find what is held."""
         try:
             with stage(f"recording what is allocated in steps with {words_of_actions(actions)}"):
-                log = self.steps(actions, config, limit=limit)
+                log = self.steps(actions, config)
         except Exception as error:  # a third party's optimizer on fake tensors, or one of bitsandbytes
             logger.debug("what is reserved is not predicted: %s", quoted(error), exc_info=True)
             self.stage.held[key] = None
             return
         self.stage.rehearsed.setdefault(key, highest_of(log.levels))
-        if log.steps:
-            self._last_log = key, log
-            with stage("playing the caching allocator"):
-                workspace_bytes = self.hardware.workspace_bytes
-                found = reserved_of(log, self.allocator, workspace_bytes=workspace_bytes, start=self._start)
-            self.stage.held[key] = self._held_on(found.allocated_peak_bytes, found.reserved_peak_bytes)
+        self._last_log = key, log
+        with stage("playing the caching allocator"):
+            workspace_bytes = self.hardware.workspace_bytes
+            found = reserved_of(log, self.allocator, workspace_bytes=workspace_bytes, start=self._start)
+        self.stage.held[key] = self._held_on(found.allocated_peak_bytes, found.reserved_peak_bytes)
 
     def steps(
         self,
@@ -338,23 +343,20 @@ class OneWay(Trials):
         config: Config,
         *,
         names_modules: bool = False,
-        limit: Limit | None = None,
     ) -> AllocationLog:
         """The allocations of whole steps under these actions, in order, with the moments at which memory could be given
-        back. The recording ends where live bytes are beyond the `limit`."""
-        log = None if names_modules else self._steps_short(actions, config, limit)
-        return log or self._record(actions, config, names_modules=names_modules, limit=limit)
+        back."""
+        log = None if names_modules else self._steps_short(actions, config)
+        return log or self._record(actions, config, names_modules=names_modules)
 
-    def _steps_short(
-        self, actions: tuple[Action, ...], config: Config, limit: Limit | None = None
-    ) -> AllocationLog | None:
+    def _steps_short(self, actions: tuple[Action, ...], config: Config) -> AllocationLog | None:
         """Recorded on a shorter model, and lengthened; None where that is not the same."""
         cuts = self._cuts(actions)
         if not cuts:
             return None
         here = short_actions(actions, self.rehearsal.blocks, cuts)
         try:
-            return self._record(actions, config, here, cuts=cuts, limit=limit)
+            return self._record(actions, config, here, cuts=cuts)
         except Exception as error:
             logger.debug("steps are not recorded at a fraction of the depth: %s", quoted(error))
             return None
@@ -367,7 +369,6 @@ class OneWay(Trials):
         *,
         names_modules: bool = False,
         cuts: Sequence[Cut] = (),
-        limit: Limit | None = None,
     ) -> AllocationLog:
         attached = actions if attached is None else attached
         of_passes = tuple(action for action in actions if not technique_of(action).only_steps)
@@ -382,9 +383,10 @@ class OneWay(Trials):
                 rules=self.costs.rules(planned_step(actions), window_bytes=self.travel.transfers.window_bytes),
                 points=points_of(beside) if actions else (),
                 learns=self._learns(actions),
+                early=planned_step(attached).early,
             ),
             # Passes know nothing of what waits between steps.
-            shortcuts=Shortcuts(cuts=cuts, known=self.stage.known_steps, limit=limit, passes=self.stage.passes(key)),
+            shortcuts=Shortcuts(cuts=cuts, known=self.stage.known_steps, passes=self.stage.passes(key)),
             hardware=self.hardware,
             names_modules=names_modules,
             inputs_first=self._inputs_come_first,
@@ -473,15 +475,16 @@ class OneWay(Trials):
         num_steps = settling_steps(actions) if self.travel.overlaps else 1
         return self.rehearsal.run(self.attacher(actions, config), num_steps=num_steps)
 
-    def _rehearsed(self, actions: tuple[Action, ...], config: Config, limit: Limit) -> StepTrace:
+    def _rehearsed(self, actions: tuple[Action, ...], config: Config) -> StepTrace:
         key, known = self.key_of(actions), self.stage.rehearsed
         if key not in known and self._has_log and key not in self.stage.held:
-            self._record_held(key, actions, config, limit)  # recorded steps show what is live, too
+            self._record_held(key, actions, config)  # recorded steps show what is live, too
         if key not in known:
             num_steps = settling_steps(actions) if self.travel.overlaps else 1
             with stage(f"rehearsing steps with {words_of_actions(actions)}"):
                 trace = self._rehearsed_short(actions, config, num_steps)
-                known[key] = trace or self.rehearsal.run(self.attacher(actions, config), num_steps=num_steps)
+                trace = trace or self.rehearsal.run(self.attacher(actions, config), num_steps=num_steps)
+                known[key] = trace.raised_by(planned_step(actions).early_bytes)
         return known[key]
 
     def _rehearsed_short(self, actions: tuple[Action, ...], config: Config, num_steps: int) -> StepTrace | None:
@@ -546,11 +549,13 @@ class _Taught:
         above_model, suspects = plan.predicted_peak_bytes - decided.predicted_peak_bytes, suspects_of(choice)
         self.margins[suspects] = max(self.margins.get(suspects, 0), above_model)
         logger.debug("the rehearsal peaked %s above the peak model: deciding again", show_bytes(above_model))
-        reserved_bytes = plan.predicted_reserved_bytes
-        if is_last and reserved_bytes is not None:
+        reserved_bytes, is_too_high = plan.predicted_reserved_bytes, plan.predicted_peak_bytes > plan.budget_bytes
+        if is_last and reserved_bytes is not None and not is_too_high:
             self.reserve_bytes = plan.budget_bytes  # the lowest that there is
         elif is_last:
             self.margin_bytes = plan.budget_bytes  # what was traced as a whole is trusted
         elif reserved_bytes is not None:
-            # Plans hold about as much above what is live as this one does.
-            self.reserve_bytes = max(self.reserve_bytes, reserved_bytes - plan.predicted_peak_bytes)
+            # Plans hold about as much above what is live as this one does; those that are lower less, in proportion.
+            share = plan.budget_bytes / reserved_bytes if is_too_high else 1.0
+            above_bytes = int((reserved_bytes - plan.predicted_peak_bytes) * share)
+            self.reserve_bytes = max(self.reserve_bytes, above_bytes)

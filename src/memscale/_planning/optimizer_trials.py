@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from memscale._decide.travel import Travel
 from memscale._plan import OPTIMIZER_BUCKET_BYTES, STEP_BUCKET_BYTES, QuantizeOptimizer
+from memscale._planning.bucket_rules import InBuckets
 from memscale._planning.job import Job
 from memscale._planning.reserved.bucket_steps import BucketRules
-from memscale._planning.stepping import InBuckets
 from memscale._profile import GuestCost, OptimizerCost
 from memscale._profile.optimizer_twin import (
     Prepare,
@@ -174,7 +174,8 @@ class OptimizerCosts:
         if step.in_buckets and not stepping.moves and not packs:
             stepping = self._in_step_buckets()
         visiting = self._of_guests(eight_bit=packs) if step.guests and self._has_next_tier else None
-        return BucketRules(stepping, window_bytes, stepping.block_size, step.resident_share, visiting)
+        early_bytes = step.early_bytes if stepping.prefetches else 0
+        return BucketRules(stepping, window_bytes, stepping.block_size, step.resident_share, visiting, early_bytes)
 
     def _preparation(self, optimizer: str | Optimizer) -> Prepare | None:
         if isinstance(optimizer, str) or not is_of_bitsandbytes(optimizer):

@@ -177,7 +177,9 @@ class _Way:
         model = first.planner.cost_model()
         spare_bytes = most_in_flight_bytes(model, first.travel)
         if not plan.fits:
-            return needed_bytes(plan) - spare_bytes <= plan.budget_bytes
+            live_bytes = plan.predicted_peak_bytes
+            least_bytes = live_bytes if live_bytes > plan.budget_bytes else needed_bytes(plan)
+            return least_bytes - spare_bytes <= plan.budget_bytes
         return may_be_faster_blocking(
             model,
             self.eligible,
@@ -202,10 +204,9 @@ def _cheapest(ways: list[_Way], level: int, *, looks_everywhere: bool = False) -
     wide = first.wider(best)
     if wide is not None:
         wide.look_into(level)
-        best, fastest = min((best, fastest), (wide.plan(), wide), key=_rank_of_first)
+        best, fastest = min((best, fastest), (wide.faster(best, like=first), wide), key=_rank_of_first)
     # Only the fastest of all, and last: so whatever is tried beside it, no plan is slower than without it.
-    best = fastest.refined(best)
-    return best if wide is None or not best.fits else wide.faster(best, like=first)
+    return fastest.refined(best)
 
 
 def _rank_of_first(found: tuple[Plan, _Way]) -> tuple[float, ...]:

@@ -3,6 +3,14 @@
 A step is cut into *segments*: the forward or backward of one layer, and what lies between layers. A segment knows
 how high live bytes rise above its start and where they end, so segments of differently treated layers can be put
 together into the timeline of any plan. How a profile is made: `memscale._profile.profiler`.
+
+    profiler, rehearsal, shallow, observation            a step that is tried on a stage, in part, or seen at work
+    inputs, layers, segments                             the batch, the model's layers, and the step cut by them
+    operator_costs, device_kernels, kernels_in_place     what operators cost, and which a device would run
+    values/, host_draws                                  values and random draws that decide sizes
+    optimizer_twin/                                      what an optimizer keeps, and what its step needs
+    ranks, sharding                                      several processes
+    read_elsewhere, untrained, leftovers                 what a rehearsal shows of odd parts, and may leave behind
 """
 
 from __future__ import annotations
@@ -122,6 +130,13 @@ class StepTrace:
         )
         segments[last] = dataclasses.replace(segments[last], net_bytes=segments[last].net_bytes - num_bytes)
         return dataclasses.replace(self, segments=tuple(segments))
+
+    def raised_by(self, num_bytes: int) -> StepTrace:
+        """The same step with so much more there from its beginning to its end."""
+        if not num_bytes:
+            return self
+        more = Segment("forward", "", num_bytes, num_bytes, 0, 0, 0)
+        return dataclasses.replace(self, segments=(more, *self.segments))
 
     def spans(self, other: StepTrace) -> bool:
         """Whether the other step goes the same way, and rises nowhere higher."""

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from memscale._errors import MemScaleError
+from memscale._errors import MemScaleError, runs_in_threads
 from memscale._torch import private
 from memscale._units import MIB
 
@@ -106,3 +106,10 @@ def refuse_flat_parameters(model: nn.Module) -> None:
             "parameters are parts of one flat tensor. Shard the model with torch.distributed.fsdp.fully_shard (FSDP2) "
             "instead, before or after memscale.wrap"
         )
+
+
+def refuse_data_parallel(model: nn.Module) -> None:
+    """`nn.DataParallel` copies a model to several devices in each forward; the copies run in threads of one process."""
+    around = (module for module in model.modules() if isinstance(module, nn.DataParallel))
+    if private.is_data_parallel_copy(model) or any(len(module.device_ids) > 1 for module in around):
+        raise runs_in_threads(type(model).__name__)

@@ -26,7 +26,7 @@ from memscale._profile import Phase, Segment, StepTrace
 from memscale._profile.device_kernels import WIDE_LOSSES, widen
 from memscale._profile.operator_costs import Work
 from memscale._torch import private
-from memscale._torch.any_value import ANY_VALUE, reads_fake_number
+from memscale._torch.fake_numbers import ANY_VALUE, reads_fake_number
 from memscale._torch.live_bytes import LiveBytes
 from memscale._torch.outputs import tensors_in
 from memscale._torch.overrides import OwnHook

@@ -1,1 +1,13 @@
-"""What lies below: PyTorch's private API, overridden methods, live bytes, random states. Knows no technique."""
+"""What lies below: PyTorch's private API, overridden methods, live bytes, random states. Knows no technique.
+
+private/                                             every use of PyTorch's private API
+overrides, interception                              a user's modules and the process's functions, changed for a time
+optimizer_steps, quiet_steps, released_gradients     an optimizer's step: who is told of it, and what it leaves
+live_bytes, device_memory, step_meter                what tensors, the card and a training take
+fake_numbers, fake_repeats                           what fake tensors cannot say, and work that stands for more
+each_operator, plain_path, outputs                   operators, who looks at them, and the tensors of an output
+host_rng, moment, snapshots                          random states and values, kept and put back
+entries, state_beside                                Python state that code can reach, kept and put back
+watched_run, reach, harmless, plain_code             whether a run may be repeated: asked by `_planning/recovery/`
+steps_beside                                         Python state from one forward to the next, for the same
+"""

@@ -127,7 +127,7 @@ def _with_disk(card: Hardware | None, offload_dir: pathlib.Path | None) -> Hardw
 def _card(gpu: str | None, host_gb: float | None) -> Hardware | None:
     """The card of this name in a machine with so much memory; None: what this machine has."""
     from memscale._hardware import Hardware
-    from memscale.commands.what_fits import with_host
+    from memscale.commands.table import with_host
 
     if host_gb is not None:
         check_host(host_gb)

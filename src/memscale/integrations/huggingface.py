@@ -35,7 +35,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale._config import Config
-from memscale._errors import DoesNotFitError, MemScaleError, install_command
+from memscale._errors import DoesNotFitError, MemScaleError, install_command, runs_in_threads
 from memscale._torch.host_rng import HostRng
 from memscale._torch.step_meter import ForwardMeter, StepMeter
 from memscale.integrations.trainer_lengths import Coming, batches_of
@@ -93,6 +93,8 @@ def wrap_trainer(trainer: Trainer, config: Config, attach: Attach, *, reads_leng
 
 def _respecting_the_trainer(args: TrainingArguments, model: Any, precision: str, config: Config) -> Config:
     """The config without the techniques that the trainer applies by itself."""
+    if args.n_gpu > 1:
+        raise runs_in_threads("the Trainer's model")
     changes: dict[str, Any] = {}
     checkpoints = args.gradient_checkpointing or getattr(model, "is_gradient_checkpointing", False)
     if checkpoints and config.enable_checkpointing:

@@ -173,7 +173,8 @@ class _Search(OwnHook):
         self._callback, self._trainer = callback, trainer
         self._names = {id(module): name for name, module in pl_module.named_modules()}
         self._found: nn.Module | None = None
-        self._others: list[str] = []
+        self._others: list[nn.Module] = []
+        """What is called besides, without its parts."""
         self._undo = contextlib.ExitStack()
         for module in [_part(pl_module, module_fqn)] if module_fqn is not None else pl_module.modules():
             if any(parameter.requires_grad for parameter in module.parameters()):
@@ -187,8 +188,8 @@ class _Search(OwnHook):
         if self._found is None:
             self._found = module  # before planning, which runs copies of it
             self._callback.attach_inside(self._trainer, module, args, kwargs)
-        elif not any(part is module for part in self._found.modules()):
-            self._others.append(self._names[id(module)] or type(module).__name__)
+        elif not any(part is module for whole in (self._found, *self._others) for part in whole.modules()):
+            self._others.append(module)
 
     def stop(self) -> None:
         self._undo.close()
@@ -205,7 +206,7 @@ class _Search(OwnHook):
             )
         elif self._others:
             found = self._names[id(self._found)] or name
-            also = ", ".join(dict.fromkeys(self._others))
+            also = ", ".join(self._names[id(module)] for module in self._others)
             warnings.warn(
                 f"MemScaleCallback plans {found}, which training_step of {name} calls first, and leaves alone what it "
                 f"calls besides: {also}. The promised peak does not count that. Let one module call them all, or "

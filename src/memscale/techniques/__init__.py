@@ -16,6 +16,7 @@ from memscale.techniques.loss_by_rows import LOSS_BY_ROWS
 from memscale.techniques.offload.activations import ACTIVATIONS
 from memscale.techniques.offload.kept_outputs import KEPT_OUTPUTS
 from memscale.techniques.offload.optimizer import OPTIMIZER
+from memscale.techniques.offload.optimizer.early_state import EARLY_STATE
 from memscale.techniques.offload.optimizer.in_backward import IN_BACKWARD
 from memscale.techniques.offload.optimizer.in_buckets import BUCKETED_STEP
 from memscale.techniques.offload.optimizer.on_device import DEVICE_STEP
@@ -37,6 +38,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     BUCKETED_STEP,
     IN_BACKWARD,
     OPTIMIZER,
+    EARLY_STATE,
     PRECISION,
     EIGHT_BIT,
 )

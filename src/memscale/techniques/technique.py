@@ -120,6 +120,13 @@ class PlannedStep:
     """Some of its parameters are not on the device."""
     guests: bool = False
     """Whether streamed parameters visit the device to be stepped."""
+    early: tuple[tuple[str, int], ...] = ()
+    """Layers before whose backward some of the state that waits elsewhere is asked for, and how many bytes of it."""
+
+    @property
+    def early_bytes(self) -> int:
+        """How much of it is on the device, or on its way, when the step begins; at most."""
+        return sum(num_bytes for _, num_bytes in self.early)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

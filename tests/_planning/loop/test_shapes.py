@@ -12,10 +12,21 @@ from torch import nn
 
 import memscale
 import simgpu  # noqa: F401  (registers the device)
+from memscale._hardware import Hardware
+from memscale._planning import make_plan
+from memscale._planning.job import Job
 from memscale._planning.loop import known_plans
 from memscale._planning.loop.demand import read_demand
 from memscale._planning.loop.replanning import Replanner
-from memscale._planning.loop.shapes import bucket_below, bucket_top, largest_that_fits, placement_of, samples_of
+from memscale._planning.loop.shapes import (
+    bucket_below,
+    bucket_top,
+    largest_that_fits,
+    loosened,
+    placement_of,
+    samples_of,
+)
+from memscale._planning.planner import Planner
 from memscale._profile.inputs import Inputs
 from memscale.techniques.offload.parameters import state_following
 
@@ -111,6 +122,22 @@ def test_a_short_batch_is_fast_again_after_a_long_one(tight: memscale.Config) ->
     assert num_actions[1] == num_actions[0]  # a shape that came once may not come again
     assert num_actions[2] == num_actions[5] == num_actions[8] == 0
     memscale.detach(wrapped)
+
+
+@pytest.mark.parametrize(("length", "is_tried"), [(SHORT, False), (LONG - 8, True)])
+def test_what_a_short_batch_needs_nothing_of_is_not_tried_for_it(
+    length: int, is_tried: bool, tight: memscale.Config
+) -> None:
+    job = Job(Words(), tight, Hardware.detect("cpu"))
+    plan = make_plan(job, Inputs.from_sample(ids(LONG)))
+    planner = Planner(job, Inputs.from_sample(ids(length)))
+    looser = loosened(planner, plan, job.eligible)
+    assert bool(planner.stage.tried) is is_tried
+    if not is_tried:
+        assert looser is not None
+        assert looser.fits
+        assert placement_of(looser.actions) == placement_of(plan.actions)
+        assert len(looser.actions) < len(plan.actions)
 
 
 def test_shapes_that_are_announced_are_planned_for_before_the_first_step(

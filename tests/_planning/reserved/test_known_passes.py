@@ -19,7 +19,7 @@ from memscale._plan import (
 )
 from memscale._planning.planner import Planner
 from memscale._planning.reserved.allocation_log import AllocationLog
-from memscale._profile import CHECKPOINT_OFFLOAD, StepTrace
+from memscale._profile import CHECKPOINT_OFFLOAD
 from tests._planning.reserved.test_lengthened import planner_of, streamed, told
 from tests.lanes import some
 
@@ -52,17 +52,8 @@ class Calls:
         self.number += 1
 
 
-class Anything:
-    """A limit that admits all."""
-
-    def admits(self, trace: StepTrace) -> bool:
-        return trace.peak_bytes > 0
-
-
-def recorded(planner: Planner, actions: tuple[Action, ...], *, keeps: bool) -> AllocationLog:
-    """What is recorded with somebody who asks for live bytes is kept for the next."""
-
-    return planner.steps(actions, planner.job.config, limit=Anything() if keeps else None)
+def recorded(planner: Planner, actions: tuple[Action, ...]) -> AllocationLog:
+    return planner.steps(actions, planner.job.config)
 
 
 @pytest.mark.parametrize("kind", some(KINDS, "streamed", "mixed"))
@@ -70,11 +61,11 @@ def recorded(planner: Planner, actions: tuple[Action, ...], *, keeps: bool) -> A
 def test_the_log_is_that_of_the_whole_plan(kind: str, overlaps: bool) -> None:
     planner = planner_of(overlaps=overlaps)
     treated = blocks_under(kind, list(planner.rehearsal.blocks))
-    whole = {name: recorded(planner, (*treated, *step), keeps=False) for name, step in STEPS.items()}
-    recorded(planner, (*treated, ALL), keeps=True)
+    whole = {name: recorded(planner_of(overlaps=overlaps), (*treated, *step)) for name, step in STEPS.items()}
+    recorded(planner, (*treated, ALL))
     calls = Calls()
     with planner.rehearsal.model.register_forward_pre_hook(calls):
-        again = {name: recorded(planner, (*treated, *step), keeps=True) for name, step in STEPS.items()}
+        again = {name: recorded(planner, (*treated, *step)) for name, step in STEPS.items()}
     assert calls.number == 0, "forward and backward are known"
     for name in STEPS:
         assert told(again[name]) == told(whole[name])
@@ -85,9 +76,9 @@ def test_the_log_is_that_of_the_whole_plan(kind: str, overlaps: bool) -> None:
 def test_other_blocks_are_recorded_anew() -> None:
     planner = planner_of(overlaps=True)
     blocks = list(planner.rehearsal.blocks)
-    recorded(planner, (*map(Checkpoint, blocks), ALL), keeps=True)
+    recorded(planner, (*map(Checkpoint, blocks), ALL))
     calls = Calls()
     with planner.rehearsal.model.register_forward_pre_hook(calls):
-        log = recorded(planner, (*map(Checkpoint, blocks[:-1]), ALL), keeps=True)
+        log = recorded(planner, (*map(Checkpoint, blocks[:-1]), ALL))
     assert calls.number == 1
-    assert told(log) == told(recorded(planner_of(overlaps=True), (*map(Checkpoint, blocks[:-1]), ALL), keeps=False))
+    assert told(log) == told(recorded(planner_of(overlaps=True), (*map(Checkpoint, blocks[:-1]), ALL)))

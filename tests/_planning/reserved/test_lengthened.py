@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from memscale import Config, Hardware
 from memscale._decide.choice import block_actions
-from memscale._plan import Action, Checkpoint, OffloadActivations, StreamParameters
+from memscale._plan import Action, Checkpoint, OffloadActivations, OffloadOptimizer, StreamParameters
 from memscale._planning.job import Job
 from memscale._planning.planner import Planner
-from memscale._planning.reserved.allocation_log import Allocated, AllocationLog, Event, Freed
+from memscale._planning.reserved.allocation_log import Allocated, AllocationLog, Asked, Event, Freed
 from memscale._planning.reserved.lengthened import Mark, NotAlike, lengthened
 from memscale._profile import CHECKPOINT_OFFLOAD, OFFLOAD, TraceKey
 from memscale._profile.inputs import Inputs
 from memscale._profile.shallow import Cut
+from memscale._units import MIB
+from memscale.techniques.offload.optimizer.early_state import FetchStateEarly
 from memscale.techniques.offload.optimizer.on_device import StepOnDevice
 from tests._profile.test_shallow import Deep
 from tests.lanes import some
@@ -81,6 +84,34 @@ def test_the_log_is_that_of_the_whole_model(kind: str, overlaps: bool) -> None:
     whole = planner.rehearsal.run(planner.attacher(actions[kind], planner.job.config), num_steps=num_steps)
     assert trace is not None
     assert (trace.peak_bytes, trace.end_bytes) == (whole.peak_bytes, whole.end_bytes) == max(recorded.levels)
+
+
+def test_state_that_comes_early_comes_in_the_same_places() -> None:
+    """Asked for in backward of every block, of which most are left out."""
+    planner = planner_of(overlaps=True)
+    blocks, config = list(planner.rehearsal.blocks), planner.job.config
+    late = (*streamed(blocks), OffloadOptimizer(16 << 20))
+    early = tuple(FetchStateEarly(fqn, 32 << 20) for fqn in reversed(blocks))
+    short, recorded = planner._steps_short((*late, *early), config), planner._record((*late, *early), config)
+    assert short is not None
+    assert told(short) == told(recorded)
+    assert short.levels == recorded.levels
+    without = planner._record(late, config)
+    (peak_bytes, end_bytes), (late_peak_bytes, late_end_bytes) = recorded.levels[-1], without.levels[-1]
+    assert end_bytes == late_end_bytes + 448 * MIB
+    assert late_peak_bytes <= peak_bytes <= late_peak_bytes + 448 * MIB
+    (first, second), (late_first, late_second) = recorded.steps, without.steps
+    assert made_before_the_step(first) == made_before_the_step(late_first), "nothing waits before the first step"
+    come = made_before_the_step(second) - made_before_the_step(late_second)
+    assert 400 * MIB < come <= 448 * MIB, "whole buckets"
+    assert not any(isinstance(event, Asked) for event in (*first, *second))
+
+
+def made_before_the_step(events: Sequence[Event]) -> int:
+    """What the optimizer's allocations before the last gradient is made come to."""
+    made = [event for event in events if isinstance(event, Allocated) and event.place is not None]
+    last = max(index for index, event in enumerate(made) if event.place is not None and event.place.phase == "backward")
+    return sum(each.num_bytes for each in made[:last] if each.place is not None and each.place.phase == "optimizer")
 
 
 # ---- what is not alike

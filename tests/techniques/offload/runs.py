@@ -110,7 +110,8 @@ def streamed_actions(model: nn.Module) -> list[StreamParameters]:
 @contextlib.contextmanager
 def streamed(model: nn.Module, asynchronous: bool = True, **settings: Any) -> Iterator[Streamer]:
     with contextlib.ExitStack() as undo:
-        yield streaming.attach(streamed_actions(model), model, DEVICE, undo, asynchronous=asynchronous, **settings)
+        how = streaming.Streaming(asynchronous, **settings)
+        yield streaming.attach(streamed_actions(model), model, DEVICE, undo, how)
 
 
 def pair(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:

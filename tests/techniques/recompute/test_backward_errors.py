@@ -91,7 +91,7 @@ def attached(model: Net, kind: str) -> Iterator[None]:
                 checkpointing.attach(Checkpoint(name), find_module(model, name), undo)
         else:
             actions = [StreamParameters("blocks.0"), StreamParameters("blocks.1")]
-            streaming.attach(actions, model, DEVICE, undo, asynchronous=kind == "stream async")
+            streaming.attach(actions, model, DEVICE, undo, streaming.Streaming(kind == "stream async"))
         yield
 
 

@@ -1,4 +1,4 @@
-"""`AgreedPlans`: ranks that train together agree on their first plan. How they meet is in `together.py`."""
+"""`AgreedPlans`: ranks that train together agree on their first plan. How they meet is in `rank_meetings.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memscale._errors import DoesNotFitError
 from memscale._plan import Plan
 from memscale._planning.loop.plan_maker import PlanMaker
 from memscale._planning.loop.standing_job import StandingJob
-from memscale._planning.together import Meeting, Need, NobodyCameError, enlarged, largest_of, meets, plan_in
+from memscale._planning.rank_meetings import Meeting, Need, NobodyCameError, enlarged, largest_of, meets, plan_in
 from memscale._profile.inputs import Inputs
 from memscale._profile.ranks import ALONE, Group, find_group
 from memscale._progress import stage
@@ -37,7 +37,7 @@ class AgreedPlans:
         self._maker = maker
         self._replica = None if replica is None else weakref.ref(replica)
         self._has_met = False
-        """The other ranks. See NOTE [no collective] in `together.py`."""
+        """The other ranks. See NOTE [no collective] in `rank_meetings.py`."""
 
     def group_of(self, model: nn.Module) -> Group | None:
         """The ranks that train this model; None: there is but this one."""

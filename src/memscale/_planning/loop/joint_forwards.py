@@ -12,7 +12,7 @@ import logging
 from torch import nn
 
 from memscale._planning.loop.plans_in_force import PlansInForce
-from memscale._planning.together import Specs, enlarged, largest_of
+from memscale._planning.rank_meetings import Specs, enlarged, largest_of
 from memscale._profile.inputs import Inputs
 from memscale._torch import private
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memscale._errors import runs_in_threads
 from memscale._execute.executor import Executor
 from memscale._planning.job import Job
 from memscale._planning.loop.agreed_plans import AgreedPlans
@@ -95,6 +96,8 @@ class Replanner(OwnHook):
             if model.training and torch.is_grad_enabled():
                 refuse_compiler(type(model).__name__)
             return
+        if torch.is_grad_enabled() and private.is_data_parallel_copy(model):
+            raise runs_in_threads(type(model).__name__)
         if self.job.is_planning or self.is_repeating or is_redirected(model):
             return
         if private.graph_task_id() >= 0 and self.plans.now is not None:

@@ -160,15 +160,28 @@ def _key(action: Action) -> Hashable:
 def loosened(planner: Planner, plan: Plan, eligible: Eligible) -> Plan | None:
     """The plan, without what the planner's batch does not need; None where it needs all of it.
 
-    What is left out first is left out of the blocks that come last.
+    What is left out first is left out of the blocks that come last. Much smaller batches need nothing beside what
+    cannot be left out, and for these nothing else is tried.
     """
     travel = eligible.travel_of(plan)
     way, eligible = planner.by(travel), eligible.by(travel)
     rungs = _rungs(plan.actions)
-    look_into(way, plan.actions, eligible)
+    if not rungs:
+        return None
+    found = _lowest_rung(way, rungs[:1], rungs[0], eligible) or _lowest_rung(way, rungs, plan.actions, eligible)
+    if found is None:
+        return None
+    return dataclasses.replace(found, strategy=plan.strategy, decision_source=plan.decision_source)
+
+
+def _lowest_rung(
+    way: OneWay, rungs: Sequence[tuple[Action, ...]], everything: tuple[Action, ...], eligible: Eligible
+) -> Plan | None:
+    """The first of these plans that fits; none does more than `everything`."""
+    look_into(way, everything, eligible)
     spare_bytes = eligible.budget.device_bytes - way.first_reserve(eligible)
     model, profile = way.cost_model(), way.profile
-    choice = choice_of(plan.actions, profile)
+    choice = choice_of(everything, profile)
     if not (model.can_run(choice.run) and all(model.can_treat(choice.run, t) for _, t in choice.blocks)):
         return None
     first = next(
@@ -178,7 +191,7 @@ def loosened(planner: Planner, plan: Plan, eligible: Eligible) -> Plan | None:
     for rung in rungs[first : first + _MAX_REHEARSALS]:
         shown = way.confirm(plan_as_it_is(profile, eligible, rung, LOOSENED), eligible)
         if shown.fits:
-            return dataclasses.replace(shown, strategy=plan.strategy, decision_source=plan.decision_source)
+            return shown
     return None
 
 

@@ -30,7 +30,7 @@ from memscale._planning.loop.trained_by import TrainedBy
 from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.planner import Planner
 from memscale._planning.questions.shown_steps import shown_steps
-from memscale._planning.together import withheld_from
+from memscale._planning.rank_meetings import withheld_from
 from memscale._profile import Profile, StepTrace
 from memscale._profile.inputs import Inputs
 from memscale._profile.profiler import open_rehearsal

@@ -14,14 +14,14 @@ from memscale._config import Config, OptimizationMode
 from memscale._decide.choice import Choice
 from memscale._decide.eligible import Eligible
 from memscale._decide.policy import choose_strategy
-from memscale._errors import ConfigError, MemScaleError, quoted, shown
+from memscale._errors import ConfigError, MemScaleError, no_model, quoted, shown
 from memscale._hardware import Hardware
 from memscale._plan import Plan
 from memscale._planning.advice import find_smaller
 from memscale._planning.garbage import few_collections
 from memscale._planning.job import Job, open_job
 from memscale._planning.planner import Planner
-from memscale._planning.together import withheld_from
+from memscale._planning.rank_meetings import withheld_from
 from memscale._profile import Profile
 from memscale._profile.inputs import Inputs, derive_inputs
 from memscale._profile.optimizer_twin import OPTIMIZERS
@@ -187,7 +187,7 @@ def _estimate_mode(planner: Planner, eligible: Eligible) -> ModeEstimate:
 
 def _check_arguments(model: object, optimizer: object, config: object, hardware: object) -> None:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"memscale.estimate takes an nn.Module, not {type(model).__name__}")
+        raise TypeError(f"memscale.estimate takes an nn.Module, not {no_model(model)}")
     if not isinstance(optimizer, str | Optimizer):
         raise TypeError(f"optimizer must be a name or a torch.optim.Optimizer, not {type(optimizer).__name__}")
     if isinstance(optimizer, str) and optimizer not in (*OPTIMIZERS, "none"):

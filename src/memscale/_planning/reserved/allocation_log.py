@@ -66,7 +66,14 @@ class Resumed:
     """The gradients that are there: which they are, their serials and their bytes."""
 
 
-Event = Allocated | Freed | Multiplied | Emptied | Reached | Resumed
+@dataclasses.dataclass(frozen=True, slots=True)
+class Asked:
+    """So much more of the optimizer's state is asked for. No whole step has it: what comes then is in its place."""
+
+    num_bytes: int
+
+
+Event = Allocated | Freed | Multiplied | Emptied | Reached | Resumed | Asked
 
 
 LogState = tuple[int, frozenset[Thread], frozenset[int]]
@@ -136,6 +143,9 @@ class AllocationLog:
 
     def reach(self, point: ReleasePoint) -> None:
         self._now.append(Reached(point))
+
+    def ask(self, num_bytes: int) -> None:
+        self._now.append(Asked(num_bytes))
 
     def resume(self, gradients: Iterable[tuple[Origin, int, int]]) -> None:
         """A later batch of the step begins; which gradients are there, the keys of their storages, and their bytes."""

@@ -41,6 +41,8 @@ class BucketRules:
     """The share that stays on the device, of the state that could wait elsewhere."""
     guests: Stepping | None = None
     """How streamed parameters visit the device to be stepped; None: they are stepped on the host."""
+    early_bytes: int = 0
+    """The most state that is asked for before the step begins."""
 
 
 class SteppedOptimizer:
@@ -72,13 +74,33 @@ class SteppedOptimizer:
         self._rules = rules
         self._known = {} if known is None else known
 
-    def step(self) -> None:
-        """Step once, with the gradients that there are."""
+    def step(self) -> int:
+        """Step once, with the gradients that there are. With so many allocations it begins that are made in backward
+        already: those of state that comes early."""
         if self._whole is not None:
             self._whole.step()
             self._forget_counters(self._whole)
-        else:
-            self._step_buckets(self._in_order([bucket for bucket in self._buckets if bucket.has_gradients]))
+            return 0
+        start, early = self._log.num_events, self._start_early()
+        num_early = self._log.num_events - start
+        ordered = self._in_order([bucket for bucket in self._buckets if bucket.has_gradients])
+        self._step_buckets(sorted(ordered, key=lambda bucket: bucket not in early))
+        for bucket in early:
+            if not bucket.has_gradients:
+                bucket.free_memory()
+        return num_early
+
+    def _start_early(self) -> list[_Bucket]:
+        """What is asked for in backward: see `EarlyArrivals.fetch`."""
+        early, left_bytes = [], 0 if self._rules is None else self._rules.early_bytes
+        for bucket in self._buckets:
+            if bucket.waits_elsewhere:
+                left_bytes -= bucket.num_bytes
+                if left_bytes < 0:
+                    break
+                bucket.start()
+                early.append(bucket)
+        return early
 
     def _in_order(self, buckets: Sequence[_Bucket]) -> list[_Bucket]:
         if self._rules is None:
@@ -295,6 +317,16 @@ class _Bucket:
         parameters = parameters_of(self.optimizer)
         are_stepped = self._has_guests or self._cut is not None
         return sum(parameter.nbytes for parameter in parameters if are_stepped or parameter.grad is not None)
+
+    @property
+    def waits_elsewhere(self) -> bool:
+        """Whether state of it waits elsewhere."""
+        return self.moves and self.num_bytes > 0
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of state that wait between steps; 0 before the first."""
+        return self._num_bytes
 
     @property
     def memory_bytes(self) -> int:

@@ -20,7 +20,6 @@ from torch import nn
 
 from memscale._planning.reserved.allocation_log import AllocationLog, Event, LogState
 from memscale._planning.reserved.lengthened import Mark
-from memscale._profile import StepTrace
 from memscale._torch import private
 
 
@@ -50,8 +49,6 @@ class Passed:
     marks: tuple[Mark, ...]
     gradients: tuple[Gradient | None, ...]
     """What each parameter's is like, in their order."""
-    least: StepTrace
-    """Their live bytes, without what goes at the end."""
     ended: tuple[Event, ...]
     """What the end of the step frees."""
     levels: tuple[int, int]

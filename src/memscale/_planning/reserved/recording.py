@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,10 +31,12 @@ from memscale._plan import ReleasePoint
 from memscale._planning.reserved.allocation_log import (
     Allocated,
     AllocationLog,
+    Asked,
     Event,
     Freed,
     Origin,
     Place,
+    Resumed,
 )
 from memscale._planning.reserved.bucket_steps import BucketRules, KnownSteps, SteppedOptimizer
 from memscale._planning.reserved.event_recorder import EventRecorder, LogRecorder
@@ -49,13 +51,6 @@ from memscale._torch import private
 from memscale._units import round_up
 
 
-class Limit(Protocol):
-    """What live bytes are held against."""
-
-    def admits(self, trace: StepTrace) -> bool:
-        """Whether it is worth going on, given the highest forward and backward as one segment."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UnderPlan:
     """What a plan changes about the steps."""
@@ -68,6 +63,8 @@ class UnderPlan:
     """Moments of the step that the log is to have."""
     learns: bool = False
     """Whether the second step may differ from the first."""
+    early: Sequence[tuple[str, int]] = ()
+    """Layers before whose backward some of the optimizer's state is asked for, and how many bytes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +75,6 @@ class Shortcuts:
     """Blocks that forward and backward are recorded without, to which the log is then lengthened."""
     known: KnownSteps | None = None
     """Buckets that this optimizer was seen to step; more are added."""
-    limit: Limit | None = None
-    """Asked when the live bytes of forward and backward are known: where it does not admit them, the optimizer does not
-    step, and the log has levels and no steps."""
     passes: KnownPasses | None = None
     """Those that a recording of the same plan but for the optimizer's step has filled; or none yet."""
 
@@ -114,15 +108,17 @@ def record_steps(
         if names_modules:
             _watch_modules(rehearsal, recorder, undo)
         stand_ins = dict(zip(map(id, model.parameters()), rehearsal.model.parameters(), strict=True))
-        missing = _Missing(rehearsal, recorder, shortcuts.cuts, undo)
+        early_bytes = 0 if under.rules is None else under.rules.early_bytes
+        missing = _Missing(rehearsal, recorder, shortcuts.cuts, undo, early_bytes)
         attached = None if under.attach is None else _attached(under.attach, rehearsal, recorder, undo)
         watch(rehearsal.model, under.points, log.reach, undo)
+        _watch_early(rehearsal, recorder, under.early, undo)
         away = _leave_home(recorder, rehearsal, stand_ins, missing)
         stepping = _optimizer_on(rehearsal, recorder, model, optimizer, stand_ins, away, under.rules, shortcuts.known)
         leaving = LeftGradients(rehearsal, recorder.events, recorder.storages) if rehearsal.leaves_gradients else None
         lesson = _Lesson(attached) if under.learns and attached is not None else None
         parts = _Parts(rehearsal, recorder, stepping, missing, leaving, list(stand_ins.values()), away)
-        log.steps = parts.record_all(num_steps, lesson, shortcuts.limit, shortcuts.passes)
+        log.steps = parts.record_all(num_steps, lesson, shortcuts.passes)
     return log
 
 
@@ -175,6 +171,19 @@ def _attached(
     return attached
 
 
+def _watch_early(
+    rehearsal: FakeRehearsal, recorder: EventRecorder, early: Sequence[tuple[str, int]], undo: contextlib.ExitStack
+) -> None:
+    """Let both logs say where state is asked for."""
+    sizes = dict(early)
+
+    def ask(point: ReleasePoint) -> None:
+        recorder.events.ask(sizes[point.module_fqn])
+        recorder.storages.ask(sizes[point.module_fqn])
+
+    watch(rehearsal.model, [ReleasePoint("backward", fqn) for fqn in sizes], ask, undo)
+
+
 class _Lesson:
     """Tells whether what is attached has learnt something since it was attached."""
 
@@ -191,9 +200,16 @@ class _Missing:
     """Blocks that are left out while forward and backward are recorded. The optimizer steps all of them."""
 
     def __init__(
-        self, rehearsal: FakeRehearsal, recorder: LogRecorder, cuts: Sequence[Cut], undo: contextlib.ExitStack
+        self,
+        rehearsal: FakeRehearsal,
+        recorder: LogRecorder,
+        cuts: Sequence[Cut],
+        undo: contextlib.ExitStack,
+        early_bytes: int = 0,
     ) -> None:
+        """`early_bytes`: the most state that is asked for early, however often."""
         self._recorder, self._cuts, self._mode = recorder, list(cuts), rehearsal.mode
+        self._early_bytes = early_bytes
         self.stand_ins: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         """Parameters that are left out, by id: each with that of the block that stands for its own."""
         model = rehearsal.model
@@ -238,7 +254,8 @@ class _Missing:
         """
         recorder = self._recorder
         passed, ended = self.put_in(recorder.storages, recorder.storage_marks, passed, ended)
-        return _levels([*passed, *ended[:num_ending]], recorder.storages.before, recorder.rounding_bytes)
+        events, before = [*passed, *ended[:num_ending]], recorder.storages.before
+        return _levels(events, before, recorder.rounding_bytes, self._early_bytes)
 
 
 def _leave_home(
@@ -291,22 +308,18 @@ class _Parts:
         self._rehearsal, self._recorder, self._optimizer = rehearsal, recorder, optimizer
         self._missing, self._leaving, self._parameters = missing, leaving, parameters
         self._staying = [parameter for parameter in parameters if id(parameter) not in away]
+        self._num_early: list[int] = []
+        """How many allocations of each step's optimizer are made in backward already."""
 
-    def record_all(
-        self, num_steps: int, lesson: _Lesson | None, limit: Limit | None, passes: KnownPasses | None
-    ) -> list[list[Event]]:
+    def record_all(self, num_steps: int, lesson: _Lesson | None, passes: KnownPasses | None) -> list[list[Event]]:
         """So many steps, in the order in which they run: the first makes the optimizer's state."""
-        recorded = list(self.record(num_steps, lesson, limit, passes))
-        if recorded and len(recorded) < num_steps:
+        recorded = list(self.record(num_steps, lesson, passes))
+        if len(recorded) < num_steps:
             recorded += self.record(num_steps - len(recorded))
         return recorded if self._leaving is None else self._leaving.replacing_each_other(recorded)
 
     def record(
-        self,
-        num_steps: int,
-        lesson: _Lesson | None = None,
-        limit: Limit | None = None,
-        passes: KnownPasses | None = None,
+        self, num_steps: int, lesson: _Lesson | None = None, passes: KnownPasses | None = None
     ) -> list[list[Event]]:
         """Forward and backward once, unless they are known, steps of the optimizer on what they leave, and the end.
 
@@ -314,10 +327,9 @@ class _Parts:
         """
         self._recorder.recall = self._rehearsal.recall()
         if self._leaving is None and passes and passes[0].suits(self._recorder.events):
-            return self._record_again(num_steps, limit, passes[0])
+            return self._record_again(num_steps, passes[0])
         log, recorder, missing = self._recorder.events, self._recorder, self._missing
-        stepped: list[list[Event]] = []
-        begun, least = (frozenset(log.before), log.state), None
+        begun = frozenset(log.before), log.state
         with recorder:
             passed, held = log.begin_step(), recorder.storages.begin_step()
             recorder.marks, recorder.storage_marks = [], []
@@ -326,9 +338,7 @@ class _Parts:
             is_learnt = lesson is not None and lesson.is_learnt
             with left_autocast(self._rehearsal.device_type):
                 missing.make_gradients()
-                least = None if limit is None or is_learnt else self._least(held, [*kept, loss])
-                if limit is None or least is None or limit.admits(least):
-                    stepped = self._step(1 if is_learnt or self._leaving is not None else num_steps)
+                stepped = self._step(1 if is_learnt or self._leaving is not None else num_steps)
         ended, let_go = log.begin_step(), recorder.storages.begin_step()
         del loss
         num_ending = len(let_go)
@@ -337,15 +347,14 @@ class _Parts:
             self._clear_gradients()
         missing.clear_gradients()
         log.levels.append(missing.levels(held, let_go, num_ending))
-        if passes is not None and least is not None and gradients is not None:
+        if passes is not None and not is_learnt and gradients is not None:
             kept_marks, levels = tuple(recorder.marks), log.levels[-1]
-            passes[:] = [Passed(*begun, end, events, kept_marks, gradients, least, tuple(ended), levels)]
+            passes[:] = [Passed(*begun, end, events, kept_marks, gradients, tuple(ended), levels)]
         return self._whole(passed, stepped, ended)
 
-    def _record_again(self, num_steps: int, limit: Limit | None, known: Passed) -> list[list[Event]]:
+    def _record_again(self, num_steps: int, known: Passed) -> list[list[Event]]:
         """The same where forward and backward are known: the optimizer steps on gradients as they leave them."""
         log, recorder, missing = self._recorder.events, self._recorder, self._missing
-        stepped: list[list[Event]] = []
         with recorder:
             passed = log.begin_step()
             passed += known.events
@@ -356,8 +365,7 @@ class _Parts:
             log.go_on_from(known.end)
             with left_autocast(self._rehearsal.device_type):
                 missing.make_gradients()
-                if limit is None or limit.admits(known.least):
-                    stepped = self._step(num_steps)
+                stepped = self._step(num_steps)
         ended = log.begin_step()
         self._clear_gradients()
         missing.clear_gradients()
@@ -371,11 +379,13 @@ class _Parts:
 
     def _whole(self, passed: list[Event], stepped: list[list[Event]], ended: list[Event]) -> list[list[Event]]:
         """Whole steps, of their parts."""
-        if not stepped:
-            return []
         log, recorder = self._recorder.events, self._recorder
         passed, *stepped, ended = self._missing.put_in(log, recorder.marks, passed, *stepped, ended)
-        return [[*passed, *events, *ended] for events in stepped]
+        counts, self._num_early = self._num_early, []
+        return [
+            [*with_early(passed, events[:count], log.new_serial), *events[count:], *ended]
+            for events, count in zip(stepped, counts, strict=True)
+        ]
 
     def _pass(self, held: list[Event]) -> tuple[list[torch.Tensor], torch.Tensor]:
         if self._leaving is not None:
@@ -398,18 +408,12 @@ class _Parts:
         stepped = []
         for _ in range(num_steps):
             stepped.append(self._recorder.events.begin_step())
+            self._num_early.append(0)
             if self._optimizer is not None:
                 alone = private.without_function_modes()
                 with self._recorder.optimizing(), self._rehearsal.values.unasked(), alone:
-                    self._optimizer.step()
+                    self._num_early[-1] = self._optimizer.step()
         return stepped
-
-    def _least(self, held: list[Event], ending: list[torch.Tensor]) -> StepTrace:
-        """Forward and backward so far, without what goes at the end."""
-        peak_bytes, live_bytes = self._missing.levels(held, [], 0)
-        sizes = {private.storage_key(one.untyped_storage()): one.untyped_storage().nbytes() for one in ending}
-        ending_bytes = sum(round_up(size, self._recorder.rounding_bytes) for size in sizes.values())
-        return highest_of([(peak_bytes, live_bytes - ending_bytes)])
 
 
 def _pass_through(rehearsal: FakeRehearsal, recorder: EventRecorder) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -433,6 +437,33 @@ def _stand_ins_of_outputs(rehearsal: FakeRehearsal) -> list[torch.Tensor]:
     in its end and takes them anew in its beginning, so that all steps are alike."""
     sizes = rehearsal.output_sizes if rehearsal.loop.into_next else ()
     return [torch.empty(size, dtype=torch.uint8, device=rehearsal.device_type) for size in sizes]
+
+
+# ---- state that comes early
+
+
+def with_early(passed: Sequence[Event], early: Sequence[Event], new_serial: Callable[[], int]) -> list[Event]:
+    """Forward and backward, with these allocations made as soon as there is room for each in what was asked for.
+
+    A later batch of the same step gives up what was fetched for the one before. See NOTE [early state] in
+    techniques/offload/optimizer/early_arrivals.py.
+    """
+    coming = [event for event in early if isinstance(event, Allocated)]
+    last = max((index for index, event in enumerate(passed) if isinstance(event, Resumed)), default=-1)
+    found, held, asked_bytes = list[Event](), list[Allocated](), 0
+    for index, event in enumerate(passed):
+        if isinstance(event, Resumed):
+            found += [Freed(one.serial) for one in held]
+            held, asked_bytes = [], 0
+        if not isinstance(event, Asked):
+            found.append(event)
+            continue
+        asked_bytes += event.num_bytes
+        while len(held) < len(coming) and sum(e.num_bytes for e in coming[: len(held) + 1]) <= asked_bytes:
+            one = coming[len(held)]
+            held.append(one if index > last else dataclasses.replace(one, serial=new_serial()))
+            found.append(held[-1])
+    return [*found, *coming[len(held) :]]
 
 
 # ---- live bytes alone
@@ -476,10 +507,15 @@ def _record_pass(rehearsal: FakeRehearsal, recorder: LogRecorder, missing: _Miss
     return missing.levels(passed, ended, 0)
 
 
-def _levels(events: list[Event], before: list[Event], rounding_bytes: int) -> tuple[int, int]:
+def _levels(events: list[Event], before: list[Event], rounding_bytes: int, early_bytes: int) -> tuple[int, int]:
     sizes = {event.serial: event.num_bytes for event in before if isinstance(event, Allocated)}
     live = peak = 0
     for event in events:
+        if isinstance(event, Asked):
+            asked_bytes = min(event.num_bytes, early_bytes)
+            early_bytes -= asked_bytes
+            live += asked_bytes
+            peak = max(peak, live)
         if isinstance(event, Allocated):
             sizes[event.serial] = event.num_bytes
             live += round_up(event.num_bytes, rounding_bytes)

@@ -6,7 +6,7 @@ from typing import Any
 
 from memscale._profile.operator_costs import Work
 from memscale._torch import private
-from memscale._torch.any_value import ANY_VALUE, reads_fake_number
+from memscale._torch.fake_numbers import ANY_VALUE, reads_fake_number
 from memscale._torch.live_bytes import LiveBytes
 
 

@@ -1,7 +1,7 @@
-"""Processes that train together: DDP, FSDP1, FSDP2 (`fully_shard`) and the default process group.
+"""What trains together: DDP, FSDP1, FSDP2 (`fully_shard`), the default process group, and `nn.DataParallel`.
 
-Relies on: DDP's active module and its `_post_forward`, FSDP1's flat parameters, the states and parameter groups that
-`fully_shard` keeps, the store and the timeout of a process group.
+Relies on: DDP's active module and its `_post_forward`, FSDP1's flat parameters, `nn.DataParallel`'s mark on its copies,
+the states and parameter groups that `fully_shard` keeps, the store and the timeout of a process group.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ def active_ddp() -> Any:
     from torch.nn.parallel import DistributedDataParallel
 
     return DistributedDataParallel._get_active_ddp_module()
+
+
+def is_data_parallel_copy(module: Any) -> bool:
+    """Whether `nn.DataParallel` has made this module, for one forward on one of its devices."""
+    return bool(getattr(module, "_is_replica", False))
 
 
 def is_flattened(parameter: torch.Tensor) -> bool:

@@ -158,15 +158,16 @@ def watch(model: nn.Module, recomputed: set[str], undo: contextlib.ExitStack) ->
 
 
 def _cache_makers(model: nn.Module, recomputed: set[str]) -> list[tuple[nn.Module, Any]]:
-    """Modules around the blocks whose config turns caches on."""
-    inside = tuple(f"{module_fqn}." for module_fqn in recomputed)
-    found = []
-    for module_fqn, module in model.named_modules():
-        config = getattr(module, "config", None)
-        is_on = getattr(config, "use_cache", False) is True
-        if is_on and module_fqn not in recomputed and not module_fqn.startswith(inside):
-            found.append((module, config))
-    return found
+    """Modules around these blocks whose config turns caches on. An attention has the config, too, and makes none;
+    inside a compiled block it may not be watched. See NOTE [around compiled code]."""
+    around: dict[int, nn.Module] = {}
+    for module_fqn in recomputed:
+        module = model
+        for name in filter(None, module_fqn.split(".")):
+            around[id(module)] = module
+            module = module.get_submodule(name)
+    found = [(module, getattr(module, "config", None)) for module in model.modules() if id(module) in around]
+    return [(module, config) for module, config in found if getattr(config, "use_cache", False) is True]
 
 
 def _is_understood(model: nn.Module, config: Any) -> bool:

@@ -32,7 +32,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from memscale._torch.held_state import HeldState, Hidden, hide
 from memscale._torch.overrides import OWN_ATTRIBUTES
 from memscale._torch.snapshots import (
     ABSENT,
@@ -52,6 +51,7 @@ from memscale._torch.snapshots import (
     versions_of,
 )
 from memscale.techniques.recompute import tensors_beside
+from memscale.techniques.recompute.held_state import HeldState, Hidden, hide
 from memscale.techniques.recompute.tensors_beside import KeptTensors, TensorsBeside
 
 Table: TypeAlias = dict[str, Any]

@@ -61,7 +61,7 @@ class Forwarder(nn.Module):
 def streamed(model: nn.Module, asynchronous: bool = True) -> Any:
     with contextlib.ExitStack() as undo:
         actions = [StreamParameters(f"blocks.{index}") for index in range(3)]
-        yield streaming.attach(actions, model, DEVICE, undo, asynchronous=asynchronous)
+        yield streaming.attach(actions, model, DEVICE, undo, streaming.Streaming(asynchronous))
 
 
 def tensors(model: nn.Module) -> list[torch.Tensor]:

@@ -624,7 +624,7 @@ def test_a_model_dies_with_its_last_reference_and_nothing_global_stays():
     before = _MultiDeviceReplicator.get
     model = Gpt()
     undo = contextlib.ExitStack()
-    streaming.attach(streamed_actions(model), model, DEVICE, undo, asynchronous=True)
+    streaming.attach(streamed_actions(model), model, DEVICE, undo, streaming.Streaming(asynchronous=True))
     assert _MultiDeviceReplicator.get is not before
     backward(model)
     alive = weakref.ref(model)

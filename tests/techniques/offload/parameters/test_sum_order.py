@@ -109,7 +109,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 def streamed(model: nn.Module, asynchronous: bool = True) -> Iterator[Streamer]:
     actions = [StreamParameters(f"blocks.{index}") for index in range(len(model.blocks))]
     with contextlib.ExitStack() as undo:
-        yield streaming.attach(actions, model, DEVICE, undo, asynchronous=asynchronous)
+        yield streaming.attach(actions, model, DEVICE, undo, streaming.Streaming(asynchronous))
 
 
 def batch(number: int) -> torch.Tensor:

@@ -1,4 +1,12 @@
-"""Optimizer offload (exact): state waits on the next tier, and the user's own optimizer steps bucket by bucket."""
+"""Optimizer offload (exact): state waits on the next tier, and the user's own optimizer steps bucket by bucket.
+
+in_buckets, in_backward, on_device, early_state      records of other techniques that change the step
+adoption, adopted_optimizer, loaded_state            the user's optimizer, whose state waits
+buckets, bucket_transfers, guests, early_arrivals    what is stepped together, and how it comes and goes
+backward_steps, staged_steps                         steps in backward, and how a rehearsal runs them
+separable, implementations, in_parts, resumed_steps  a step on some of the parameters, and one that goes on
+shared_memory                                        parameters that lie in one memory
+"""
 
 from __future__ import annotations
 

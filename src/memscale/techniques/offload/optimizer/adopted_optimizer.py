@@ -37,10 +37,12 @@ from memscale.techniques.offload.optimizer.buckets import (
     Choose,
     Waiting,
     choose_resident,
+    lies_as,
     split_into_buckets,
     step_order,
     stretches_of,
 )
+from memscale.techniques.offload.optimizer.early_arrivals import Early, EarlyArrivals
 from memscale.techniques.offload.optimizer.guests import Guests, stand_in_part, visitors, wait_until_home
 from memscale.techniques.offload.optimizer.in_parts import BYTES_AT_ONCE
 from memscale.techniques.offload.optimizer.loaded_state import cast_state
@@ -59,6 +61,7 @@ from memscale.techniques.offload.optimizer.shared_memory import SharedMemory
 from memscale.techniques.offload.parameters.parameter_homes import overlapping
 from memscale.techniques.offload.parameters.state_placement import contents_beside, stays_on_host
 from memscale.techniques.offload.store.stores import Layout, Stretch
+from memscale.techniques.offload.transfer.transfers import Arrival
 
 
 class AdoptedOptimizer:
@@ -72,6 +75,7 @@ class AdoptedOptimizer:
         self.visits = visits
         self.sizes = sizes
         self.choose = choose
+        self.early = EarlyArrivals(visits)
         self.buckets: list[Bucket] = []
         self._bucket_of: dict[int, Bucket] = {}
         self._shared = SharedMemory()
@@ -111,6 +115,7 @@ class AdoptedOptimizer:
 
     def _restore(self, reference: weakref.ref[Optimizer]) -> None:
         optimizer = reference()
+        self.early.drop()
         if optimizer is None:
             return
         lost = self.visits.restore(optimizer.state, self.buckets)
@@ -269,11 +274,12 @@ class AdoptedOptimizer:
         every = not skips_parameters_without_gradient(optimizer)
         stepped = [bucket for bucket in self.buckets if every or any(p.grad is not None for p in bucket.parameters)]
         turns = _in_order([turn for bucket in stepped for turn in _turns(bucket, optimizer.state)])
+        turns.sort(key=lambda turn: not self.early.holds(*turn))  # what is there makes room for what comes
         progress, before = _Progress(len(turns)), set(optimizer.state)
         try:
             if not stepped:
                 split.run([], {}, call.args, call.kwargs)  # the counters of groups advance nevertheless
-            travel = _Travel(self.visits, optimizer.state, turns, every=every)
+            travel = _Travel(self.visits, optimizer.state, turns, self.early, every=every)
             for turn in turns:
                 self._step_one(optimizer, split, call, progress, turn, travel)
             travel.let_go()
@@ -282,6 +288,7 @@ class AdoptedOptimizer:
             self._fail(optimizer, progress, error)
             raise
         finally:
+            self.early.drop()
             put_in_order(optimizer, before)
             if any(bucket.has_guests for bucket in stepped):
                 wait_until_home()
@@ -375,6 +382,7 @@ class AdoptedOptimizer:
         return {**state_dict, "state": {}}
 
     def _after_load(self, optimizer: Optimizer) -> None:
+        self.early.drop()
         for bucket in self.buckets:
             self.visits.drop(bucket)
         self.visits.failures.clear()
@@ -474,16 +482,7 @@ def _can_be_cut(bucket: Bucket, entry: Any) -> bool:
     layouts = [(tuple(tensor.shape), tensor.stride()) for tensor in (gradient, *tensors)]
     if is_waiting:
         layouts += [(slot.shape, slot.stride) for slot in bucket.slots]
-    return all(_lies_as(parameter, *layout) for layout in layouts)
-
-
-def _lies_as(parameter: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether these are the parameter's shape and strides; the stride of a dimension of length 1 means nothing."""
-    if shape != tuple(parameter.shape):
-        return False
-    return all(
-        ours == theirs for length, ours, theirs in zip(shape, stride, parameter.stride(), strict=True) if length > 1
-    )
+    return all(lies_as(parameter, *layout) for layout in layouts)
 
 
 def _in_order(turns: list[_Turn]) -> list[_Turn]:
@@ -500,14 +499,29 @@ def _in_order(turns: list[_Turn]) -> list[_Turn]:
 class _Coming:
     """What travels for one turn: state, and guests. Creating it starts the transfers."""
 
-    def __init__(self, visits: Visits, entries: Entries, turn: _Turn, *, every: bool, ahead: bool) -> None:
+    def __init__(
+        self,
+        visits: Visits,
+        entries: Entries,
+        turn: _Turn,
+        *,
+        every: bool,
+        ahead: bool,
+        early: Early | None = None,
+    ) -> None:
         self.bucket, self._stretch = turn
         stretch = self._stretch
         self.guests: Guests | None = None
         self._visits, self._entries = visits, entries
         self._is_ahead = ahead
-        self._cut = StretchVisit(visits, entries, self.bucket, stretch) if stretch is not None else None
-        self._arrival = visits.start(entries, self.bucket) if self._cut is None else None
+        self._cut: StretchVisit | None = None
+        self._arrival: Arrival | None = None
+        if isinstance(early, StretchVisit):
+            self._cut = early
+        elif stretch is not None:
+            self._cut = StretchVisit(visits, entries, self.bucket, stretch)
+        else:
+            self._arrival = early if early is not None else visits.start(entries, self.bucket)
         if self.bucket.has_guests:
             guests = [p for p in self.bucket.parameters if every or p.grad is not None]
             self.guests = Guests(guests, stretch)
@@ -548,8 +562,10 @@ class _Travel:
     With `every`, parameters without a gradient are stepped too.
     """
 
-    def __init__(self, visits: Visits, entries: Entries, turns: Sequence[_Turn], *, every: bool) -> None:
-        self._visits, self._entries, self._every = visits, entries, every
+    def __init__(
+        self, visits: Visits, entries: Entries, turns: Sequence[_Turn], early: EarlyArrivals, *, every: bool
+    ) -> None:
+        self._visits, self._entries, self._early, self._every = visits, entries, early, every
         self._to_come = collections.deque(turn for turn in turns if turn.bucket.moves)
         self._coming: _Coming | None = None
         self._leaving: collections.deque[_Coming] = collections.deque()
@@ -563,7 +579,9 @@ class _Travel:
         return coming if coming is not None else self._ask(turn, ahead=False)
 
     def _ask(self, turn: _Turn, *, ahead: bool) -> _Coming:
-        return _Coming(self._visits, self._entries, turn, every=self._every, ahead=ahead)
+        early = self._early.take(self._entries, *turn)
+        is_ahead = ahead or early is not None
+        return _Coming(self._visits, self._entries, turn, every=self._every, ahead=is_ahead, early=early)
 
     def fetch_next(self) -> None:
         """Start fetching what travels next, unless that has been started."""

@@ -114,6 +114,7 @@ class Adoption(StepWatcher):
         """Those that another model's plan steps, as long as that is attached."""
         self._watching = contextlib.ExitStack()
         self._has_seen_any = False
+        self._early_bytes = self._most_early_bytes = 0
 
     def watch(self, owner: object) -> None:
         """Watch the steps of the model's optimizers as long as the owner lives."""
@@ -171,6 +172,26 @@ class Adoption(StepWatcher):
         for optimizer, adopted in list(self._known.items()):
             if adopted is not None:
                 adopted.follow_devices(optimizer)
+
+    def expect_early(self, num_bytes: int) -> None:
+        """From here on no more than so many bytes of state are asked for before a step; nothing is there now."""
+        self._most_early_bytes = num_bytes
+        self.drop_early()
+
+    def fetch_early(self, num_bytes: int) -> None:
+        """Ask for so much more of the state, before the optimizer steps. See NOTE [early state]."""
+        self._early_bytes = min(self._early_bytes + num_bytes, self._most_early_bytes)
+        every = [(optimizer, one) for optimizer, one in list(self._known.items()) if one is not None]
+        for optimizer, adopted in every:
+            others_bytes = sum(one.early.num_bytes for _, one in every if one is not adopted)
+            adopted.early.fetch(optimizer.state, adopted.buckets, self._early_bytes - others_bytes)
+
+    def drop_early(self) -> None:
+        """Give up what was asked for and not used: a forward begins."""
+        self._early_bytes = 0
+        for adopted in list(self._known.values()):
+            if adopted is not None:
+                adopted.early.drop()
 
     def adopted(self, optimizer: Optimizer) -> bool:
         return self._known.get(optimizer) is not None

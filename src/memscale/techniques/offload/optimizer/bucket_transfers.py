@@ -34,6 +34,8 @@ class OptimizerStats:
     """The number of buckets whose state was requested before it was needed."""
     num_hits: int = 0
     """How many of the prefetched buckets were there in time."""
+    num_early: int = 0
+    """The number of buckets whose state was requested before the step began."""
     largest_bucket_bytes: int = 0
     """The state bytes of the largest bucket; the device holds at most twice as many."""
     waiting_bytes: int = 0
@@ -91,7 +93,7 @@ class Visits:
     def start(self, entries: Entries, bucket: Bucket) -> Arrival | None:
         """Start fetching the part of a bucket's state that waits."""
         self.recover(bucket)
-        if not _has_waiting(entries, bucket):
+        if not has_waiting(entries, bucket):
             return None
         assert bucket.ticket is not None
         self.stats.bytes_from_store += bucket.num_bytes
@@ -271,7 +273,7 @@ class Visits:
     def _restore_guests(self, entries: Entries, bucket: Bucket) -> None:
         """Move the state of guests straight to where they live, not by way of the device."""
         self.recover(bucket)
-        if _has_waiting(entries, bucket):
+        if has_waiting(entries, bucket):
             bucket.check_out()
         for index, parameter in enumerate(bucket.parameters):
             entry, names = entries.get(parameter), bucket.names_of(index)
@@ -294,7 +296,8 @@ class Visits:
         bucket.ticket = None  # the slots stay: they say which tensors belong on the device
 
 
-def _has_waiting(entries: Entries, bucket: Bucket) -> bool:
+def has_waiting(entries: Entries, bucket: Bucket) -> bool:
+    """Whether any of the bucket's state lies where it waits: nobody has looked at it since."""
     return bucket.ticket is not None and any(
         bucket.is_waiting(index, entries.get(p)) for index, p in enumerate(bucket.parameters)
     )
@@ -315,11 +318,28 @@ class StretchVisit:
         self._views: dict[Any, torch.Tensor] = {}
         self._parts: list[Ticket] = []
         self._arrivals: list[Arrival] = []
+        self._source = bucket.ticket
         if stretch.start == 0:
             visits.recover(bucket)  # later, stretches of the step that is under way may have failed
-        if _has_waiting(entries, bucket):
+        if has_waiting(entries, bucket):
             self._lay_out()
             self._arrivals = [self._fetch(slot) for slot in bucket.slots]
+
+    @property
+    def source(self) -> Ticket | None:
+        """Where the state was fetched from."""
+        return self._source
+
+    @property
+    def stream(self) -> torch.Stream | None:
+        """The stream that has allocated the memory of what is coming."""
+        return self._arrivals[0].stream if self._arrivals else None
+
+    def give_up(self) -> None:
+        """Let go of what nobody will step."""
+        while self._arrivals:
+            self._arrivals.pop().give_up()
+        self._memory, self._views = None, {}
 
     def _lay_out(self) -> None:
         count, offset = self._stretch.stop - self._stretch.start, 0
@@ -357,9 +377,7 @@ class StretchVisit:
             while self._arrivals:
                 self._arrivals.pop(0).wait()
         except BaseException:  # the traceback keeps this visit alive
-            while self._arrivals:
-                self._arrivals.pop().give_up()
-            self._memory, self._views = None, {}
+            self.give_up()
             raise
 
     def _cut(self, value: Any) -> Any:

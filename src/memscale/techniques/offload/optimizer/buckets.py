@@ -100,6 +100,15 @@ def step_order(sizes: Sequence[int], travels: Sequence[bool]) -> list[int]:
     return [index for _, _, index in sorted(places)]
 
 
+def lies_as(parameter: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether these are the parameter's shape and strides; the stride of a dimension of length 1 means nothing."""
+    if shape != tuple(parameter.shape):
+        return False
+    return all(
+        ours == theirs for length, ours, theirs in zip(shape, stride, parameter.stride(), strict=True) if length > 1
+    )
+
+
 def stretches_of(parameter: torch.Tensor, bucket_bytes: int) -> tuple[Stretch, ...]:
     """Cut a parameter's elements into stretches of nearly equal size, none above the limit. See NOTE [stretches]."""
     count = parameter.numel()
@@ -269,6 +278,13 @@ class Bucket:
         """Whether every slot can be cut into the stretches. See NOTE [stretches]."""
         count = self.parameters[0].numel()
         return bool(self.stretches) and all(slot.num_elements == count for slot in self.slots)
+
+    def bytes_of(self, stretch: Stretch | None) -> int:
+        """The bytes that the waiting state takes on the device, or that of a stretch does."""
+        if stretch is None:
+            return self.num_bytes
+        count = stretch.stop - stretch.start
+        return sum(rounded(count * slot.dtype.itemsize) for slot in self.slots)
 
     def cuts(self) -> list[int]:
         """Return the bytes of the waiting state at which a stretch begins or ends."""

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from memscale._errors import StepInBackwardError
 from memscale._torch import private
-from memscale._torch.any_value import AnyValue
+from memscale._torch.fake_numbers import AnyValue
 from memscale._torch.optimizer_steps import parameters_of
 from memscale._torch.quiet_steps import quiet_steps
 from memscale.techniques.offload.optimizer.backward_steps import BackwardPass

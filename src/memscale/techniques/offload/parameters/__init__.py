@@ -1,6 +1,12 @@
 """Parameter streaming (exact): parameters have homes on the host and visit the device.
 
 Blocks are streamed one by one; the rest of the model (embeddings, norms, heads) is streamed as a whole.
+
+    streaming, streamer, parameter_homes                 a layer's forward, what travels, and where it lives
+    borrowed_weights, inner_checkpoints, newcomers       weights outside of their layer, checkpoints and changes in it
+    sum_order                                            sums of gradients in the order of plain PyTorch
+    state_placement, state_following, step_visits        optimizer state beside its parameters, also for a step
+    computing_device, placed_copies                      which device the model, and a copy of it, says and has
 """
 
 from __future__ import annotations
@@ -40,18 +46,15 @@ def _attach(actions: Sequence[StreamParameters], to: Attachment) -> None:
     from memscale.techniques.offload.parameters import streaming
 
     settings, to.at_home = to.settings, actions
-    streamer = to.users["streaming"] = streaming.attach(
-        actions,
-        to.model,
-        to.device,
-        to.undo,
+    how = streaming.Streaming(
         asynchronous=settings.asynchronous,
         prefetch_depth=settings.async_config.prefetch_depth,
         host_budget_bytes=settings.host_budget_bytes,
         gradient_window_bytes=min(settings.async_config.window_bytes, streaming.GRADIENT_WINDOW_BYTES),
         verify=settings.verify,
-        previous=to.offloading.handed_over,
     )
+    previous = to.offloading.handed_over
+    streamer = to.users["streaming"] = streaming.attach(actions, to.model, to.device, to.undo, how, previous)
     to.lessons.append(streamer.known_order)
     to.offloading.handed_over = None
 

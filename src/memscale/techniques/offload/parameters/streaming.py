@@ -375,17 +375,30 @@ def _refresh_flat_weights(real: list[tuple[Slot, Any]]) -> None:
 # ------------------------------------------------------------------------------------------------------------ attach
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Streaming:
+    """How parameters are streamed."""
+
+    asynchronous: bool = False
+    """Copies run beside compute, where the device has streams."""
+    prefetch_depth: int = 1
+    """How many layers arrive before they are computed."""
+    host_budget_bytes: int | None = None
+    """What homes may take of the host's memory."""
+    gradient_window_bytes: int = GRADIENT_WINDOW_BYTES
+    verify: bool = False
+    """Look whether layers change the copies of their parameters, or compute something else a second time."""
+
+
+AS_USUAL = Streaming()
+
+
 def attach(
     actions: Iterable[StreamParameters],
     model: nn.Module,
     device: torch.device,
     undo: contextlib.ExitStack,
-    *,
-    asynchronous: bool = False,
-    prefetch_depth: int = 1,
-    host_budget_bytes: int | None = None,
-    gradient_window_bytes: int = GRADIENT_WINDOW_BYTES,
-    verify: bool = False,
+    how: Streaming = AS_USUAL,
     previous: Streamer | None = None,
 ) -> Streamer:
     """Stream the parameters of these layers until undone. Everything else of the model is placed on `device`.
@@ -396,21 +409,21 @@ def attach(
     modules = _find(actions, model)
     device = torch.empty(0, device=device).device  # with its index, as tensors report it
     is_fake = any(private.is_fake(parameter) for parameter in model.parameters())
-    asynchronous = asynchronous and has_streams(device)
+    overlaps = how.asynchronous and has_streams(device)
     if device.type == "cpu" and not is_fake:
         raise PlanError("parameters are streamed between the host and an accelerator; this plan computes on the CPU")
     if previous is None:
-        homes, transfers = _open(device, undo, asynchronous, is_fake, host_budget_bytes, gradient_window_bytes)
+        homes, transfers = _open(device, undo, dataclasses.replace(how, asynchronous=overlaps), is_fake=is_fake)
     else:
         homes, transfers = previous.homes, previous.transfers
-        asynchronous = asynchronous and transfers.can_overlap
+        overlaps = overlaps and transfers.can_overlap
         undo.callback(_close, homes, transfers.store)
         undo.callback(_close, homes, transfers)
-    streamer = Streamer(device, transfers, homes, overlaps=asynchronous, prefetch_depth=prefetch_depth)
+    streamer = Streamer(device, transfers, homes, overlaps=overlaps, prefetch_depth=how.prefetch_depth)
     undo.callback(streamer.drop_ahead)
     streamed = streamable(model, modules.values())
     newcomers = None if is_fake else Newcomers(model, modules.values(), homes, streamable, undo)
-    _attach_layers(streamer, modules, streamed, undo, newcomers, verify=verify)
+    _attach_layers(streamer, modules, streamed, undo, newcomers, verify=how.verify)
     _attach_model(streamer, model, undo)
     _move_in(streamer, model, streamed, undo, is_fake=is_fake, previous=previous)
     placed_copies.attach(homes, undo)
@@ -567,21 +580,17 @@ def _is_plain(parameter: torch.Tensor) -> bool:
 
 
 def _open(
-    device: torch.device,
-    undo: contextlib.ExitStack,
-    asynchronous: bool,
-    is_fake: bool,
-    host_budget_bytes: int | None,
-    gradient_window_bytes: int,
+    device: torch.device, undo: contextlib.ExitStack, how: Streaming, *, is_fake: bool
 ) -> tuple[Homes, Transfers]:
     store: Store
     if is_fake:
         store = ShapeStore()
     else:
-        store = HostStore(host_budget_bytes, pinned=asynchronous, segment_bytes=LARGEST_SEGMENT_BYTES, splits=False)
-    homes = Homes(device, store if asynchronous or is_fake else None)
+        largest_bytes = LARGEST_SEGMENT_BYTES
+        store = HostStore(how.host_budget_bytes, pinned=how.asynchronous, segment_bytes=largest_bytes, splits=False)
+    homes = Homes(device, store if how.asynchronous or is_fake else None)
     undo.callback(_close, homes, store)
-    transfers = Transfers(device, store, asynchronous=asynchronous, window_bytes=gradient_window_bytes)
+    transfers = Transfers(device, store, asynchronous=how.asynchronous, window_bytes=how.gradient_window_bytes)
     undo.callback(_close, homes, transfers)
     return homes, transfers
 

@@ -382,6 +382,11 @@ class Arrival:
         self._transfers = transfers
         self._waited = False
 
+    @property
+    def source(self) -> Ticket:
+        """Where it comes from."""
+        return self.ticket
+
     def is_here(self) -> bool:
         """Whether waiting would take no time."""
         return (self.job is None or self.job.done()) and (self.event is None or self.event.query())

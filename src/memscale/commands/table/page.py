@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from memscale.commands.what_fits import (
+from memscale.commands.table import (
     ACTIVATIONS_SHARE,
     BYTES_A_PARAMETER,
     CARDS,

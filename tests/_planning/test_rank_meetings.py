@@ -12,8 +12,16 @@ import torch.distributed as dist
 
 from memscale import Config, DoesNotFitError, Hardware, MemScaleError
 from memscale._decide.eligible import resolve
-from memscale._planning import together
-from memscale._planning.together import Meeting, Need, NobodyCameError, enlarged, largest_of, plan_in, withheld_from
+from memscale._planning import rank_meetings
+from memscale._planning.rank_meetings import (
+    Meeting,
+    Need,
+    NobodyCameError,
+    enlarged,
+    largest_of,
+    plan_in,
+    withheld_from,
+)
 from memscale._profile import TensorSpec
 from memscale._profile.inputs import Inputs
 from memscale._profile.ranks import ALONE, Group, Ranks
@@ -64,9 +72,9 @@ class TwoRanks:
         self.store, self.here = dist.HashStore(), threading.local()
         monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
         monkeypatch.setattr(dist, "get_rank", lambda: self.here.rank)
-        monkeypatch.setattr(together.private, "meeting_store", lambda: self.store)
-        monkeypatch.setattr(together.private, "timeout_of", lambda group: datetime.timedelta(seconds=timeout_s))
-        monkeypatch.setattr(together, "_num_meetings", _Once())
+        monkeypatch.setattr(rank_meetings.private, "meeting_store", lambda: self.store)
+        monkeypatch.setattr(rank_meetings.private, "timeout_of", lambda group: datetime.timedelta(seconds=timeout_s))
+        monkeypatch.setattr(rank_meetings, "_num_meetings", _Once())
 
     def meet(self, rank: int) -> Meeting:
         self.here.rank = rank

@@ -8,7 +8,7 @@ import torch
 from memscale._profile.optimizer_twin.books import Books
 from memscale._profile.segments import FakeRecorder
 from memscale._torch import private
-from memscale._torch.any_value import AnyValue
+from memscale._torch.fake_numbers import AnyValue
 
 pytestmark = pytest.mark.unit
 

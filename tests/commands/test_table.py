@@ -19,7 +19,7 @@ from memscale._planning import stage
 from memscale._profile.inputs import derive_inputs
 from memscale._profile.profiler import open_rehearsal
 from memscale.cli import main
-from memscale.commands.what_fits import (
+from memscale.commands.table import (
     CARDS,
     FAMILIES,
     NUM_PARAMETERS,

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from memscale._execute.undisturbed import undisturbed
+from memscale._execute.interrupts import undisturbed
 
 pytestmark = pytest.mark.unit
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from memscale._decide.admission import Admission
 from memscale._decide.budget import Budget
 from memscale._decide.choice import Choice
+from memscale._planning.admission import Admission
 from memscale._profile import Segment, StepTrace
 
 pytestmark = pytest.mark.unit

@@ -1,0 +1,89 @@
+"""Blocks between streamed ones send activations away, and optimizer state comes back under backward: on the card."""
+
+import pytest
+import torch
+
+import emucuda
+from memscale._execute.executor import execute
+from memscale._execute.settings import ExecutionSettings
+from memscale._plan import Checkpoint, OffloadActivations, OffloadOptimizer, StreamParameters
+from memscale.techniques.offload.optimizer.early_state import FetchStateEarly
+from memscale.techniques.offload.optimizer.on_device import StepOnDevice
+from tests.parity import plan_of
+from tests.techniques.offload.transfer.wait_scenarios import left_out
+
+NUM_BLOCKS, WIDTH = 8, 256
+BUCKET_BYTES = WIDTH * WIDTH * 4
+WAITS = (
+    "out after compute",
+    "in after compute",
+    "compute after arrival",
+    "reuse after sent",
+    "reuse after unread arrival",
+)
+
+
+class Blocks(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(NUM_BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.relu(block(x))
+        return x
+
+
+def mixed(pattern: str):
+    """A letter for each block: o(ffloaded), s(treamed), c(heckpointed), or kept."""
+    ways = {"o": (OffloadActivations,), "s": (Checkpoint, StreamParameters), "c": (Checkpoint,), "-": ()}
+    actions = [way(f"blocks.{place}") for place, letter in enumerate(pattern) for way in ways[letter]]
+    early = [FetchStateEarly(f"blocks.{place}", 4 * BUCKET_BYTES) for place in (4, 2)]
+    return plan_of([*actions, StepOnDevice(BUCKET_BYTES), OffloadOptimizer(BUCKET_BYTES), *early], device_type="cuda")
+
+
+def train(pattern: str):
+    """Two batches a step: what came early for the first is given up. Returns what was asked for early."""
+    torch.manual_seed(0)
+    model = Blocks()
+    executor = execute(model, mixed(pattern), ExecutionSettings(asynchronous=True, device=torch.device("cuda")))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    x = torch.randn(64, WIDTH, device="cuda")
+    with emucuda.watch_races():
+        for _ in range(3):
+            for _ in range(2):
+                model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.cuda.synchronize()
+    num_early = executor.stats().transfers["optimizer"].num_early
+    executor.detach()
+    return num_early
+
+
+@pytest.mark.parametrize("pattern", ["osssosss", "s-o-s-o-", "ossossos", "cosscoss"])
+def test_a_mixed_plan_has_no_race(pattern):
+    assert train(pattern) > 0
+    assert emucuda.take_reports() == []
+
+
+@pytest.mark.parametrize("why", WAITS)
+def test_each_of_its_waits_is_needed(why, monkeypatch):
+    with left_out(why, monkeypatch):
+        train("osssosss")
+    assert emucuda.take_reports() != []
+
+
+def test_what_comes_early_is_on_the_card_before_the_step():
+    model = Blocks()
+    executor = execute(model, mixed("ssssssss"), ExecutionSettings(asynchronous=True, device=torch.device("cuda")))
+    optimizer = torch.optim.AdamW(model.parameters())
+    x, held = torch.randn(64, WIDTH, device="cuda"), []
+    for _ in range(3):
+        model(x).sum().backward()
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_allocated())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert held[1] == held[2] == held[0] + 8 * BUCKET_BYTES
+    executor.detach()
