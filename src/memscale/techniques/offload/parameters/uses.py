@@ -62,7 +62,7 @@ class Uses:
 
     def __init__(self) -> None:
         self._known: dict[tuple[bool, ...], Sequence[Use]] = {}
-        """By training mode, by whether autocast shares casts, and by which weights are trained."""
+        """The uses by training mode, by whether autocast shares casts, and by which weights are trained."""
         self._counts_always = False
         self._last_shared: Sequence[Use] | None = None
 
