@@ -27,6 +27,8 @@ SHAPE = Shape(layers=6, width=256, heads=4, vocabulary=1024, batch=8, length=128
 """Activations are most of it."""
 FEW_TOKENS = Shape(layers=6, width=384, heads=4, vocabulary=1024, batch=1, length=64)
 """Parameters, gradients and state are most of it."""
+MANY_WORDS = Shape(layers=2, width=128, heads=4, vocabulary=16384, batch=8, length=128)
+"""Logits, and what the backward of their loss makes of them, are most of it."""
 WAYS: dict[str, tuple[str, Shape, dict[str, Any]]] = {
     "checkpointing": ("every block is checkpointed", SHAPE, {"mode": "conservative", "enable_bucketed_step": False}),
     "offloading": ("optimizer state and activations wait on the host", SHAPE, {"enable_checkpointing": False}),
@@ -34,6 +36,11 @@ WAYS: dict[str, tuple[str, Shape, dict[str, Any]]] = {
         "each parameter is stepped in backward",
         FEW_TOKENS,
         {"mode": "conservative", "enable_checkpointing": False, "step_in_backward": True},
+    ),
+    "loss_by_rows": (
+        "the gradient of the loss is made by rows",
+        MANY_WORDS,
+        {"mode": "conservative", "enable_checkpointing": False, "enable_bucketed_step": False},
     ),
 }
 """Of each page: what the picture shows, what is trained, and what the plan may use."""

@@ -2,6 +2,7 @@
 
     python -m tools.make_fit_page                          profile what is not there yet, and write the page's data
     python -m tools.make_fit_page --only bert-base         one model
+    python -m tools.make_fit_page --again --only gpt2      profile it anew, in the place of what is there
     python -m tools.make_fit_page --write                  write the page's data from the figures that are there
 
 For each model and shape the step is profiled on fake tensors for one card, and its front of peak against time is kept,
@@ -82,7 +83,7 @@ def profile(name: str, batch: int, length: int | None) -> dict[str, Any]:
         modes = {}
         for mode in OptimizationMode:
             strategy = choose_strategy(planner.job.eligible.replace(mode=mode))
-            front = planner.full_front(strategy, planner.plan(strategy))
+            front = planner.peak_against_time(strategy, planner.plan(strategy)).front
             modes[mode.value] = [[point.peak_bytes, point.slowdown, point.what, point.is_exact] for point in front]
     entry = {
         "model": name,
@@ -123,15 +124,17 @@ def read() -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.make_fit_page", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", nargs="+", choices=sorted(SHAPES), default=list(SHAPES), metavar="MODEL")
+    parser.add_argument("--again", action="store_true", help="profile also what is there")
     parser.add_argument("--write", action="store_true", help="profile nothing")
     options = parser.parse_args(argv)
     data = read()
-    known = {(entry["model"], entry["batch"], entry["length"]) for entry in data["entries"]}
+    entries = {(entry["model"], entry["batch"], entry["length"]): entry for entry in data["entries"]}
     for name in [] if options.write else options.only:
         for batch, length in SHAPES[name]:
-            if (name, batch, length) not in known:
+            if options.again or (name, batch, length) not in entries:
                 print(f"{name}, {batch} x {length or 'images'} ...", file=sys.stderr, flush=True)
-                data["entries"].append(profile(name, batch, length))
+                entries[name, batch, length] = profile(name, batch, length)
+                data["entries"] = list(entries.values())
                 DATA.write_text(json.dumps(data, indent=1) + "\n")
     for entry in data["entries"]:
         entry["reserved_over_live"] = expected_ratio(entry)

@@ -107,6 +107,10 @@ def _bitsandbytes(training: Training, device: str) -> None:
     training.optimizer = bitsandbytes.optim.AdamW8bit(training.model.parameters(), lr=1e-4)
 
 
+_BUCKET = 1 << 20
+"""Elements of DeepSpeed's buffer for gradients: one matrix of this model. Its own choice, 5e8, is 2 GB."""
+
+
 def _deepspeed(training: Training, device: str) -> None:
     import deepspeed
 
@@ -114,8 +118,13 @@ def _deepspeed(training: Training, device: str) -> None:
         raise CannotRunError("its accelerators are a closed list")
     settings = {
         "train_batch_size": training.batch["input_ids"].shape[0],
-        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {"device": "cpu", "pin_memory": device != "cpu"},
+            "reduce_bucket_size": _BUCKET,
+            "allgather_bucket_size": _BUCKET,
+        },
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.01}},
     }
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29512")
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)

@@ -47,13 +47,14 @@ VERDICTS = (
     (
         "explained: held before",
         "The process that was measured held memory from before: the same number of bytes is missing in all rows of a "
-        "sweep.",
+        "sweep. The number is inferred from these very rows; nothing else is known of it.",
     ),
     (
         "explained: blocks",
         "The caching allocator leaves up to 1 MiB of a large block unused. How much depends on what ran before in that "
         "process. The figure lies between no waste and 1 MiB for each large block.",
     ),
+    ("explained: held before and blocks", "Both. The number is inferred here, too."),
     ("explained: router and blocks", "The same, and which expert gets how many rows is random: up to 0.1 %."),
     ("explained: workspace", "A library's kernel takes memory whose size is not published."),
     ("missed", "None of these: the prediction is wrong, or there is none."),
@@ -81,7 +82,8 @@ SECTIONS = {
         "FLUX.2 with PEFT's methods, reserved at the peak",
         "huggingface/peft, `method_comparison/image-gen/results` of June to August 2026",
         "within 3 % of what was reserved",
-        "What FFTs allocate inside themselves (C3A, FourierFT) is not predicted. The versions of PEFT differ from ours."
+        "What FFTs allocate inside themselves (C3A, FourierFT) is an estimate: NVIDIA does not publish it, and one"
+        " complex number is counted for each element. The versions of PEFT differ from ours."
         " Evaluations between the training steps are left out: their memory is free again when training goes on."
         " Methods that are not predicted count as missed.",
     ),

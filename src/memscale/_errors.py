@@ -55,7 +55,7 @@ _INSTEAD = {
     "pytorch_lightning": _OF_LIGHTNING,
     "transformers": "wrap the model, or the Trainer that has it",
 }
-"""By package: what to do with one of its objects that is no model."""
+"""What to do with an object of a package that is no model, by its package."""
 
 
 def no_model(target: object) -> str:

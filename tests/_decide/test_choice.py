@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memscale import Config
-from memscale._decide import decide, full_front
+from memscale._decide import decide, peak_against_time
 from memscale._decide.choice import Choice, RunOptions, actions_of, block_actions, choice_of
 from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import resolve
@@ -107,9 +107,8 @@ def test_a_plan_of_finely_tiled_attention_is_the_point_that_is_marked() -> None:
     config = Config(mode="aggressive", force_optimize=True, use_mixed_precision=False, use_8bit_optimizer=False)
     plan = decide(profile, resolve(config, hardware))
     assert any(isinstance(action, TileAttention) and action.rows == 64 for action in plan.actions)  # sixteen tiles
-    [chosen] = [
-        point for point in full_front(CostModel(profile, hardware), resolve(config, hardware), plan) if point.is_chosen
-    ]
+    weighed = peak_against_time(CostModel(profile, hardware), resolve(config, hardware), plan)
+    [chosen] = [point for point in weighed.front if point.is_chosen]
     assert chosen.peak_bytes == plan.predicted_peak_bytes
     assert "tile attention: 64 queries" in chosen.what
     assert chosen.peak_bytes < plan.baseline_peak_bytes - 100 * MB

@@ -10,14 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memscale import Config
-from memscale._decide import decide, find_candidates, full_front
+from memscale._decide import decide, find_candidates, peak_against_time
 from memscale._decide.choice import Choice, RunOptions
 from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import resolve
-from memscale._decide.pareto import TimeKey, describe, pareto_front, unbeaten
+from memscale._decide.pareto import TimeKey, describe, pareto_front, scattered, unbeaten
 from memscale._plan import FrontPoint, OffloadOptimizer, Plan, TileAttention, TileHead, TileMlp
 from memscale._profile import CHECKPOINT, STREAM, Profile, TraceKey
 from memscale.report.charts import front_chart
+from memscale.report.peak_against_time import PeakAgainstTime
 from tests.profiles import MB, Block, full_profile, hardware_of, trace_of
 
 pytestmark = pytest.mark.unit
@@ -100,9 +101,8 @@ def test_what_fits_as_it_is_says_that_nothing_else_was_looked_into() -> None:
     plan = plan_within(2 * BASELINE)
     assert [point.what for point in plan.front] == ["nothing"]
     assert "nothing else was looked into" in plan.explain()
-    front = full_front(
-        CostModel(PROFILE, HARDWARE), resolve(Config(memory_budget_gb=2 * BASELINE / 1e9), HARDWARE), plan
-    )
+    eligible = resolve(Config(memory_budget_gb=2 * BASELINE / 1e9), HARDWARE)
+    front = peak_against_time(CostModel(PROFILE, HARDWARE), eligible, plan).front
     assert front[0].is_chosen
     assert len(front) > 5
 
@@ -182,19 +182,20 @@ def test_choices_in_words() -> None:
 
 def test_the_drawing_has_every_point_and_the_budget() -> None:
     plan = plan_within(0.7 * BASELINE)
-    figure = front_chart(plan)
+    figure = front_chart(plan, PeakAgainstTime(plan.front, (), 0))
     drawn = {trace.name: list(zip(trace.x, trace.y, strict=True)) for trace in figure.data}
     exact = [(point.slowdown, point.peak_bytes) for point in plan.front if point.is_exact]
     assert drawn["exact"] == exact
     assert plan.chosen is not None
     assert drawn["this plan"] == [(plan.chosen.slowdown, plan.chosen.peak_bytes)]
     assert f"budget {plan.budget_bytes / 1e6:.1f} MB" in [note.text for note in figure.layout.annotations]
-    assert front_chart(plan).to_json() == figure.to_json()
+    assert front_chart(plan, PeakAgainstTime(plan.front, (), 0)).to_json() == figure.to_json()
 
 
 def test_a_front_of_one_point_can_be_drawn() -> None:
     point = FrontPoint(10, 1.0, "a < b", is_chosen=True)
-    figure = front_chart(dataclasses.replace(plan_within(2 * BASELINE), front=(point,), predicted_peak_bytes=10))
+    plan = dataclasses.replace(plan_within(2 * BASELINE), predicted_peak_bytes=10)
+    figure = front_chart(plan, PeakAgainstTime((point,), (), 0))
     assert "a &lt; b" in figure.data[-1].text[0]
     assert "budget" not in str(figure.layout.annotations)
 
@@ -220,3 +221,30 @@ def test_what_no_other_beats(keys: list[TimeKey]) -> None:
     for index, key in enumerate(keys):
         others = [other for number, other in enumerate(keys) if (other, number) < (key, index)]
         assert (index in front) == (not any(other[1] <= key[1] for other in others))
+
+
+def test_all_candidates_are_drawn_and_none_lies_below_the_front() -> None:
+    model, eligible = CostModel(PROFILE, HARDWARE), resolve(Config(mode="aggressive"), HARDWARE)
+    plan = plan_within(0.7 * BASELINE)
+    weighed = peak_against_time(model, eligible, plan)
+    found = find_candidates(model, model.evaluate(Choice()), eligible)
+    assert weighed.num_candidates == len(found) >= len(weighed.candidates) > len(weighed.front) / 2
+    peaks = [candidate.outcome.peak_bytes for candidate in found]
+    assert min(point.peak_bytes for point in weighed.candidates) == min(peaks)
+    exact = [point for point in weighed.front if point.is_exact]
+    step_bytes = 0.05 * BASELINE  # points of the front are so far apart at most
+    for point in weighed.candidates:
+        faster = [other.peak_bytes for other in exact if other.slowdown <= point.slowdown]
+        assert not point.is_exact or not faster or point.peak_bytes >= min(faster) - step_bytes
+    figure = front_chart(plan, weighed)
+    drawn = {trace.name: set(zip(trace.x, trace.y, strict=True)) for trace in figure.data}
+    dots = {(point.slowdown, point.peak_bytes) for point in weighed.candidates if point.is_exact}
+    assert drawn["exact, weighed"] == dots
+
+
+def test_candidates_that_would_be_one_dot_are_drawn_once() -> None:
+    model, eligible = CostModel(PROFILE, HARDWARE), resolve(Config(), HARDWARE)
+    found = find_candidates(model, model.evaluate(Choice()), eligible)
+    once, twice = (scattered(some, model.evaluate(Choice()), PROFILE) for some in (found, [*found, *found]))
+    assert once == twice
+    assert not any(point.is_chosen for point in once)

@@ -22,11 +22,12 @@ from memscale._decide.choice import Choice, RunOptions
 from memscale._decide.cost_model import CostModel
 from memscale._decide.eligible import resolve
 from memscale._decide.policy import choose_strategy
-from memscale._plan import MixedPrecision, Plan, QuantizeOptimizer
+from memscale._plan import MixedPrecision, OffloadActivations, Plan, QuantizeOptimizer
 from memscale._planning import Planner
 from memscale._planning.job import Job
-from memscale._profile import CHECKPOINT, KEEP, SELECTIVE, Profile
+from memscale._profile import CHECKPOINT, KEEP, OFFLOAD, SELECTIVE, Profile, TraceKey
 from memscale._profile.inputs import Inputs
+from tests._profile.test_shallow import Deep
 from tests.lanes import in_turns, some
 from tests.models import case
 
@@ -203,3 +204,18 @@ def test_policies_name_themselves_and_leave_the_config_alone(policy: bool | str,
         assert executor.plan is not None
         assert executor.plan.decision_source == source
     assert repr(config) == before
+
+
+def test_all_that_is_sent_waits_also_what_is_still_on_its_way() -> None:
+    """With overlap the first block's activations are on the device until the window is full. The host needs room for
+    them already: a plan that let optimizer state have it ran out of host memory in its second step."""
+    with torch.device("meta"):
+        model, ids = Deep(4, width=256), torch.zeros(8, 128, dtype=torch.long)
+    planner = Planner(Job(model, Config(async_offload=True), CARD), Inputs.from_sample(ids))
+    blocks = list(planner.rehearsal.blocks)
+    planner.try_variants({TraceKey(OFFLOAD): tuple(map(OffloadActivations, blocks))}, planner.job.eligible)
+    forward = [s for s in planner.profile.variants[TraceKey(OFFLOAD)].segments if s.phase == "forward"]
+    sent_bytes = sum(segment.sent_bytes for segment in forward if segment.module_fqn == blocks[0])
+    costs = planner.cost_model()
+    assert costs.saved_bytes(blocks[0], OFFLOAD) < sent_bytes, "the window holds some of it"
+    assert costs.evaluate(Choice(((blocks[0], OFFLOAD),))).movable_bytes == sent_bytes

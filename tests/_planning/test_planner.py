@@ -119,7 +119,7 @@ def test_16_bits_that_are_left_to_the_mode_are_those_of_the_card_and_not_of_this
             Job(model, config, dataclasses.replace(card, has_fast_16bit=is_fast, supports_bf16=True)), inputs
         )
         strategy = choose_strategy(planner.job.eligible)
-        front = planner.full_front(strategy, planner.plan(strategy))
+        front = planner.peak_against_time(strategy, planner.plan(strategy)).front
         assert any(key.precision == "bfloat16" for key in planner.profile.variants) is is_fast
         assert all(point.is_exact for point in front) is not is_fast
 

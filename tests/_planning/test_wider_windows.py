@@ -16,6 +16,7 @@ from memscale._decide import link_clock, plan_as_it_is, travel
 from memscale._decide.choice import Choice, RunOptions, actions_of
 from memscale._plan import OffloadActivations, Plan
 from memscale._planning.job import Job
+from memscale._planning.one_way import OneWay
 from memscale._planning.planner import Planner
 from memscale._profile import CHECKPOINT, OFFLOAD, STREAM
 from memscale._profile.inputs import Inputs
@@ -93,6 +94,26 @@ def test_windows_are_part_of_a_plan_that_holds_and_trains_the_same() -> None:
     assert narrow.conditions is not None
     assert narrow.conditions.window_bytes == WINDOW_BYTES, "the user has set it"
     assert narrow.predicted_slowdown > plan.predicted_slowdown + 0.01
+
+
+def test_wider_windows_begin_with_what_narrow_ones_taught(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = build().to("simgpu")
+    trained(plain)
+    budget_bytes = 0.85 * torch.accelerator.max_memory_allocated()
+    del plain
+    decide, begun = OneWay.decide_and_rehearse, []
+
+    def seen(way: OneWay, strategy: Any, beating: Plan | None = None, like: OneWay | None = None) -> Plan:
+        begun.append((way.travel.transfers.window_bytes, None if like is None else like.travel.transfers.window_bytes))
+        return decide(way, strategy, beating, like)
+
+    monkeypatch.setattr(OneWay, "decide_and_rehearse", seen)
+    model, plan = wrapped(budget_bytes)
+    memscale.detach(model)
+    assert plan.conditions is not None
+    narrow, *wide = begun
+    assert narrow == (WINDOW_BYTES, None)
+    assert wide == [(plan.conditions.window_bytes, WINDOW_BYTES)], "they are planned for once"
 
 
 def test_blocks_that_send_between_streamed_ones_train_the_same() -> None:

@@ -56,7 +56,7 @@ def test_what_a_process_held_before_is_the_same_in_every_row_of_a_sweep() -> Non
 
 def test_the_distilled_divergence_grows_as_published() -> None:
     verdicts = {liger.predict(ROWS["distill_jsd_loss", "full", x, H100]).verdict for x in (1024, 8192)}
-    assert verdicts == {"explained: blocks"}
+    assert verdicts == {"explained: held before and blocks"}
 
 
 def test_a_workspace_explains_only_what_is_missing() -> None:

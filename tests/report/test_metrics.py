@@ -25,7 +25,7 @@ from tests.parity import plan_of
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 DASHBOARD = ROOT / "examples" / "grafana_dashboard.json"
-PAGE = ROOT / "docs" / "guides" / "observability.md"
+PAGE = ROOT / "docs" / "reference" / "metrics.md"
 SEEN = Telemetry(
     "Chain",
     plan_of([], predicted_allocated_bytes=2, predicted_reserved_bytes=3),

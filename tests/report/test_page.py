@@ -15,7 +15,7 @@ import torch
 
 import memscale
 from memscale import Config, Hardware, MemScaleError, Plan
-from memscale._plan import Checkpoint, OffloadOptimizer
+from memscale._plan import AllocatorUse, Checkpoint, OffloadOptimizer
 from memscale._planning import make_plan
 from memscale._planning.job import Job
 from memscale._planning.planner import Planner
@@ -25,6 +25,7 @@ from memscale._profile.inputs import Inputs
 from memscale._units import show_bytes
 from memscale.cli import main
 from memscale.report.page import Report
+from memscale.report.peak_against_time import PeakAgainstTime
 from memscale.report.step_memory import KINDS, Moment, StepMemory
 from tests.models import WIDTH, features, small
 
@@ -269,6 +270,8 @@ def test_a_run_shows_the_step_of_its_last_plan_and_holds_no_batch(tmp_path: path
     assert made.planned.peak_bytes == executor.plan.predicted_peak_bytes
     assert made.plain is not None
     assert made.plain.peak_bytes == executor.plan.baseline_peak_bytes
+    assert made.weighed is not None
+    assert made.weighed.num_candidates > len(made.weighed.front) > 1
 
 
 def test_a_run_whose_steps_cannot_be_shown_says_why(report: Report, tmp_path: pathlib.Path) -> None:
@@ -306,6 +309,48 @@ def test_the_bound_says_for_which_budget_it_holds(report: Report) -> None:
     plan = dataclasses.replace(report.plan, least_slowdown=1.0, budget_bytes=7_057_000_000)
     texts = [note["text"] for note in Page(Report(plan).html()).figures["front"]["layout"]["annotations"]]
     assert "within 7.057 GB<br>no exact plan is faster" in texts
+
+
+def test_all_that_was_weighed_is_drawn_around_the_front(report: Report) -> None:
+    point = report.plan.front[0]
+    lossy = dataclasses.replace(point, slowdown=1.5, is_exact=False, what="in 16 bits")
+    weighed = PeakAgainstTime(report.plan.front, (point, lossy), 1234)
+    page = Page(dataclasses.replace(report, weighed=weighed).html())
+    dots = {trace["name"]: trace["x"] for trace in page.figures["front"]["data"]}
+    assert dots["exact, weighed"] == [point.slowdown]
+    assert dots["not exact, weighed"] == [1.5]
+    assert any("all 1,234 plans that were weighed" in text for text in page.shown)
+    assert not any("weighed" in text for text in Page(report.html()).shown)
+
+
+def test_a_plan_that_promises_to_reserve_more_than_is_drawn_says_why(report: Report) -> None:
+    """A chart that ended at 1.575 GB stood below a card with 1.599, without a word."""
+    assert report.planned is not None
+    drawn = max(moment.reserved_bytes or 0 for moment in report.planned.moments)
+    cases = (
+        (AllocatorUse(), 1.015, "with a margin"),
+        (AllocatorUse(), 1.2, "which covers"),
+        (None, 1.015, "which covers"),
+    )
+    for use, share, why in cases:
+        promised = int(drawn * share)
+        plan = dataclasses.replace(report.plan, predicted_reserved_bytes=promised, allocator=use)
+        shown = " ".join(Page(dataclasses.replace(report, plan=plan).html()).shown)
+        assert f"Reserved reaches {show_bytes(drawn)} here; the plan promises {show_bytes(promised)}, {why}" in shown
+    assert "Reserved reaches" not in " ".join(Page(report.html()).shown)
+
+
+def test_a_first_step_that_takes_more_than_the_one_that_is_drawn_is_named() -> None:
+    """State that waits on the host is made on the device: the plan promises that peak, and a later step is lower."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
+    planner = Planner(Job(model, Config(force_optimize=True), CARD, "adamw"), Inputs((torch.randn(2, 512),), {}))
+    plan = make_plan(planner.job, planner.inputs)
+    actions = (OffloadOptimizer(1 << 20),)
+    step = step_memory(planner, actions, planner.job.config)
+    assert step.earlier_peak_bytes > step.peak_bytes
+    told = f"which makes the optimizer's state, takes {show_bytes(step.earlier_peak_bytes)}"
+    assert told in " ".join(Page(Report(plan, planned=step).html()).shown)
+    assert "which makes the optimizer's state" not in " ".join(Page(Report(plan, plain=step).html()).shown)
 
 
 @pytest.mark.parametrize(("share", "is_drawn"), [(0.5, True), (1.9, True), (3.0, False)])

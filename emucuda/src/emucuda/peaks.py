@@ -9,7 +9,8 @@ otherwise (`gpt2-fused`, `gpt2-autocast`: the user's own fp16 autocast and GradS
 Trainer, `gpt2-lora`: adapters on frozen weights); the highest figures of all three. All figures are GiB, as the
 published ones. "live" is memscale's prediction of live storages; then follow what it predicts that PyTorch allocates
 and reserves, what PyTorch did allocate and reserve, and how far off that is.
-A mode is `plain`, or one of memscale.Config with how tensors travel: `balanced-sync`, `balanced-async`.
+A mode is `plain`, or one of memscale.Config with how tensors travel: `balanced-sync`, `balanced-async`. Where nothing
+that the mode allows fits the card, the row is memscale's sentence about that.
 """
 
 import argparse
@@ -127,6 +128,8 @@ def _line(row: dict[str, Any]) -> str:
     def gib(value: int | None) -> str:
         return "-" if value is None else f"{value / GIB:.4f}"
 
+    if "does_not_fit" in row:
+        return f"{row['model']:12} {row['mode']:18} does not fit: {row['does_not_fit']}"
     published = ROWS[row["model"]].published_gib
     is_published = row["mode"] == "plain" and row["model"] in PUBLISHED
     stated = "" if not is_published else "OOM" if published is None else f"{published:.2f}"
@@ -303,20 +306,28 @@ def _trains(row: Row, mode: str) -> tuple[dict[str, Any], bool]:
 def _child(name: str, mode: str) -> None:
     import torch
 
-    import emucuda
+    row = {"model": name, "mode": mode, "versions": versions() | {"torch": str(torch.version.__version__)}}
+    print(_MARK + json.dumps(row | _figures(name, mode)), flush=True)
 
-    predicted, fits = _trains(ROWS[name], mode)
+
+def _figures(name: str, mode: str) -> dict[str, Any]:
+    """What is predicted and what was taken, or the sentence that says that nothing fits."""
+    import torch
+
+    import emucuda
+    import memscale
+
+    try:
+        predicted, fits = _trains(ROWS[name], mode)
+    except memscale.DoesNotFitError as error:
+        return {"does_not_fit": str(error)}
     reserved_bytes = torch.cuda.max_memory_reserved()
-    figures = {
-        "model": name,
-        "mode": mode,
+    return predicted | {
         "out_of_memory": not fits,
         "allocated_bytes": torch.cuda.max_memory_allocated(),
         "reserved_bytes": reserved_bytes,
         "total_bytes": reserved_bytes + emucuda.Settings().context_bytes,
-        "versions": versions() | {"torch": str(torch.version.__version__)},  # with its build
     }
-    print(_MARK + json.dumps(figures | predicted), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ OPERATORS = {SDPBackend.EFFICIENT_ATTENTION: EFFICIENT, SDPBackend.FLASH_ATTENTI
 
 def _highest_bytes(action):
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # what an earlier test has freed counts until its events are found done
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     torch.cuda.reset_peak_memory_stats()
     kept = action()

@@ -13,6 +13,7 @@ Every operator computes through its CPU kernel, so results equal the CPU's. What
 docs/design/simgpu.md.
 """
 
+from simgpu._allocator import AllocatorModel, set_allocator
 from simgpu._cards import CARDS, Card
 from simgpu._control import (
     Counters,
@@ -47,6 +48,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CARDS",
+    "AllocatorModel",
     "Card",
     "Counters",
     "InjectedFault",
@@ -65,6 +67,7 @@ __all__ = [
     "reset",
     "reset_clock",
     "reset_pinned_peaks",
+    "set_allocator",
     "set_cap",
     "set_card",
     "set_defer_copies",

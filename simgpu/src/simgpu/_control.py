@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, cast
 
+from simgpu._allocator import set_allocator
 from simgpu._cards import CARDS, Card
 from simgpu._native import native
 
@@ -240,6 +241,7 @@ def reset() -> None:
 
     for device in range(torch.accelerator.device_count()):
         torch.accelerator.synchronize(device)
+        set_allocator(None, device)
         set_cap(DEFAULT_CAP_BYTES, device)
         set_card(DEFAULT_CARD, device)
     for kind in ("allocation", "pinned_allocation", "copy", "event"):

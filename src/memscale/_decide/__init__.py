@@ -33,6 +33,7 @@ from memscale._decide.pareto import (
     by_peak,
     by_time,
     pareto_front,
+    scattered,
     slowdown,
     slowdown_of,
     time_key,
@@ -42,8 +43,9 @@ from memscale._decide.pareto import (
 from memscale._decide.search import Candidate, search
 from memscale._decide.spaced import spaced_choices
 from memscale._decide.write_plan import Decision, asked_for, may_step_on_host, write_plan
-from memscale._plan import Action, DecisionSource, FrontPoint, Plan, Reason
+from memscale._plan import Action, DecisionSource, Plan, Reason
 from memscale._profile import OFFLOAD, Profile, Treatment
+from memscale.report.peak_against_time import PeakAgainstTime
 from memscale.techniques.technique import Technique
 
 FORCED = "force_optimize: the lowest peak that the mode allows"
@@ -271,13 +273,15 @@ def _placeable(candidates: list[Candidate], budget: Budget) -> list[Candidate]:
     return [c for c in candidates if anywhere.admits(c.outcome)]
 
 
-def full_front(model: CostModel, eligible: Eligible, plan: Plan) -> tuple[FrontPoint, ...]:
-    """The front of everything that was profiled, where a plan may carry less; the plan's own point is marked."""
+def peak_against_time(model: CostModel, eligible: Eligible, plan: Plan) -> PeakAgainstTime:
+    """Everything that was profiled, where a plan may carry less; the plan's own point of the front is marked."""
     profile, baseline = model.profile, model.evaluate(Choice())
     candidates = _placeable(find_candidates(model, baseline, eligible), eligible.budget)
     wanted = choice_of(plan.actions, profile)
     chosen = next((c for c in candidates if _key(c.choice) == _key(wanted)), None)
-    return pareto_front(candidates, baseline, chosen or Candidate(wanted, model.evaluate(wanted)), profile)
+    chosen = chosen or Candidate(wanted, model.evaluate(wanted))
+    front = pareto_front(candidates, baseline, chosen, profile)
+    return PeakAgainstTime(front, scattered(candidates, baseline, profile), len(candidates))
 
 
 def may_be_faster_blocking(

@@ -416,11 +416,13 @@ class CostModel:
         return Extras(-params, 0, params + trainable)
 
     def _movable_bytes(self, module_fqn: str, treatment: Treatment) -> int:
-        """The bytes of activations that wait elsewhere."""
+        """The bytes of activations that wait elsewhere: all that are sent. The device may hold them for a while yet, in
+        the window of what is on its way, so that less is missing there than waits."""
         if not treatment.offloads:
             return 0
+        sent_bytes = sum(segment.sent_bytes for segment in self._segments(module_fqn, treatment, "forward"))
         on_device = self.saved_bytes(module_fqn, treatment.without_offload)
-        return max(0, self.saved_bytes(module_fqn, treatment) - on_device)
+        return max(sent_bytes, self.saved_bytes(module_fqn, treatment) - on_device)
 
     # ---- what is there all the time
 

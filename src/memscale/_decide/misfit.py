@@ -48,7 +48,7 @@ def explain_misfit(
     if smaller is None:
         suggested = _fitting_batch(profile, peak, budget, batch)
         smaller = f"lower the batch size from {batch} to {suggested} (an estimate, not tried)" if suggested else ""
-    # On a card the budget bounds what is reserved, which is more; a plan whose live bytes do not fit was not recorded.
+    # On a card the budget bounds what is reserved, which is more, and is not known of every step.
     at_least = "at least " if reserved is None and plan.device_type != "cpu" else ""
     remedies = [*([smaller] if smaller else []), f"raise the budget to {at_least}{show_bytes(needed_bytes(plan))}"]
     holds = "" if reserved is None else f", for which PyTorch reserves {show_bytes(reserved)},"

@@ -15,6 +15,8 @@ TimeKey = tuple[float, int, int]
 _LEAST_STEP = 0.01
 """Points whose peaks differ by less than this share of the baseline's are shown as one."""
 _MAX_POINTS = 24
+_CHART_ROWS, _CHART_COLUMNS = 90, 150
+"""How many dots beside one another a chart of all candidates can show apart."""
 
 
 def pareto_front(
@@ -27,6 +29,21 @@ def pareto_front(
     front += [c for c in lossy if not front or c.outcome.peak_bytes < front[-1].outcome.peak_bytes]
     kept = _thinned(front, chosen, baseline.peak_bytes)
     return tuple(_point(candidate, baseline, profile, is_chosen=candidate is chosen) for candidate in kept)
+
+
+def scattered(candidates: Sequence[Candidate], baseline: Outcome, profile: Profile) -> tuple[FrontPoint, ...]:
+    """All of these, the fastest first; of those that a chart cannot show apart, the lowest."""
+    times = [slowdown(candidate, baseline) for candidate in candidates]
+    highest = max((candidate.outcome.peak_bytes for candidate in candidates), default=0)
+    peak_step, time_step = max(1, highest // _CHART_ROWS), (max(times, default=0.0) - 1.0) / _CHART_COLUMNS or 1.0
+    dots: dict[tuple[bool, int, int], Candidate] = {}
+    for candidate, time in zip(candidates, times, strict=True):
+        is_exact, peak_bytes = candidate.choice.run.is_exact, candidate.outcome.peak_bytes
+        dot = is_exact, peak_bytes // peak_step, int((time - 1.0) / time_step)
+        if dot not in dots or by_peak(candidate) < by_peak(dots[dot]):
+            dots[dot] = candidate
+    shown = sorted(dots.values(), key=by_time)
+    return tuple(_point(candidate, baseline, profile, is_chosen=False) for candidate in shown)
 
 
 def undominated(candidates: Iterable[Candidate]) -> list[Candidate]:

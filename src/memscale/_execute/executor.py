@@ -27,6 +27,7 @@ from memscale._plan import Action, AllocatorUse, LayerAction, Plan
 from memscale._progress import stage
 from memscale._torch.device_memory import total_peak_bytes
 from memscale._torch.overrides import EXECUTOR_ATTRIBUTE, find_module, keep_copies_clean
+from memscale.report.peak_against_time import PeakAgainstTime
 from memscale.report.step_memory import StepMemory
 from memscale.report.step_times import StepTimes
 from memscale.techniques import TECHNIQUES, technique_of
@@ -104,8 +105,9 @@ class Executor:
         self.held: list[torch.Tensor] = []
         """What exists before the step on a stage, beside the model and its inputs."""
         self._lessons: list[Callable[[], Any]] = []
-        self.show_steps: Callable[[], tuple[StepMemory, StepMemory, StepTimes]] | None = None
-        """Rehearses a plain step and one under the plan, for a report; None: a saved plan, without a batch."""
+        self.show_steps: Callable[[], tuple[StepMemory, StepMemory, StepTimes, PeakAgainstTime]] | None = None
+        """Rehearses a plain step and one under the plan, and weighs what there would be instead, for a report; None: a
+        saved plan, without a batch."""
         self.metrics_url: str | None = None
         """Where metrics are served, with `Config(observability_port=...)`."""
         self.resume_first: Callable[[], Any] | None = None
@@ -370,7 +372,8 @@ class Executor:
             step_ms: How long a step took, if somebody has timed it: it is shown beside what was predicted.
             live_peak_bytes: The peak that `memscale.measure()` showed, which nobody counts otherwise.
 
-        Both steps are rehearsed on fake tensors, which takes seconds; a page without them says why.
+        Both steps are rehearsed on fake tensors, and everything that the mode allows is weighed against the plan, which
+        takes about as long as planning did; a page without them says why.
 
         Raises:
             TypeError: `path` is no path, or a figure is no number.
@@ -408,10 +411,10 @@ class Executor:
         if self.is_orphaned or self.resume_first is not None:
             return dataclasses.replace(report, without_steps="the model is parked or gone")
         try:
-            plain, planned, times = self.show_steps()
+            plain, planned, times, weighed = self.show_steps()
         except MemScaleError as error:
             return dataclasses.replace(report, without_steps=shortened(str(error)).rstrip("."))
-        return dataclasses.replace(report, plain=plain, planned=planned, times=times)
+        return dataclasses.replace(report, plain=plain, planned=planned, times=times, weighed=weighed)
 
 
 def _check_figure(name: str, figure: object) -> None:

@@ -21,7 +21,7 @@ from memscale._decide import decide, plan_as_it_is
 from memscale._decide.eligible import Eligible
 from memscale._decide.misfit import misfit
 from memscale._decide.policy import Strategy, choose_strategy
-from memscale._plan import Action, FrontPoint, Plan
+from memscale._plan import Action, Plan
 from memscale._planning.advice import find_smaller
 from memscale._planning.garbage import few_collections
 from memscale._planning.job import Job
@@ -29,6 +29,7 @@ from memscale._planning.other_peaks import other_peaks
 from memscale._planning.planner import Planner
 from memscale._profile import Profile
 from memscale._profile.inputs import Inputs
+from memscale.report.peak_against_time import PeakAgainstTime
 
 
 @few_collections()
@@ -36,12 +37,12 @@ def make_plan(
     job: Job,
     inputs: Inputs,
     *,
-    on_front: Callable[[tuple[FrontPoint, ...]], None] | None = None,
+    on_weighed: Callable[[PeakAgainstTime], None] | None = None,
     on_profile: Callable[[Profile], None] | None = None,
 ) -> Plan:
     """The stages in order: profile, choose a strategy, decide, rehearse. `DoesNotFitError` when nothing fits.
 
-    `StaticProfileError` when the step cannot be rehearsed on fake tensors; the model itself is never run. `on_front`
+    `StaticProfileError` when the step cannot be rehearsed on fake tensors; the model itself is never run. `on_weighed`
     gets peak against time for everything that the mode allows, whether the plan needed it or not. `on_profile` gets
     what the plain step has shown.
     """
@@ -57,9 +58,9 @@ def make_plan(
         advice = find_smaller(planner, strategy.eligible, plan)
         found = (None, "", None, 0) if advice is None else dataclasses.astuple(advice)
         raise misfit(planner.profile, plan, strategy.config, *found)
-    if on_front is not None:
+    if on_weighed is not None:
         travelling = planner.by(strategy.eligible.travel_of(plan))
-        on_front(travelling.full_front(strategy, plan))
+        on_weighed(travelling.peak_against_time(strategy, plan))
     peaks = other_peaks(planner, plan, strategy.eligible)
     return dataclasses.replace(plan, strategy=strategy.reason, other_peaks=peaks)
 

@@ -19,7 +19,7 @@ import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from memscale._config import Config
-from memscale._decide import Kind, Traits, confirmed, decide_on, full_front, kind_of, suspects_of
+from memscale._decide import Kind, Traits, confirmed, decide_on, kind_of, peak_against_time, suspects_of
 from memscale._decide.allocator import MIN_BLOCK_BYTES, SEGMENT_ROUNDING_BYTES
 from memscale._decide.allocator.settings import AllocatorSettings
 from memscale._decide.budget import Budget, Held, needed_bytes
@@ -33,7 +33,6 @@ from memscale._hardware.allocator_environment import may_switch
 from memscale._plan import (
     Action,
     AllocatorUse,
-    FrontPoint,
     Plan,
     Reason,
 )
@@ -45,6 +44,7 @@ from memscale._planning.reserved.allocations import Start, allocator_settings, r
 from memscale._planning.reserved.found_memory import find_memory
 from memscale._planning.reserved.least_reserved import growing, least_reserved
 from memscale._planning.reserved.recording import (
+    Beginning,
     Shortcuts,
     UnderPlan,
     highest_of,
@@ -66,6 +66,7 @@ from memscale._progress import stage
 from memscale._torch import private
 from memscale._units import MIB, round_up, show_bytes
 from memscale.report.explain import words_of_actions
+from memscale.report.peak_against_time import PeakAgainstTime
 from memscale.techniques import planned_step, settling_steps, technique_of
 from memscale.techniques.offload.optimizer.buckets import values_here
 from memscale.techniques.offload.parameters import streaming
@@ -104,10 +105,10 @@ class OneWay(Trials):
         self._last_log: tuple[Hashable, AllocationLog] = (None, AllocationLog())
         """The last log, and of whose steps it is. A log is large, so only one is kept."""
 
-    def full_front(self, strategy: Strategy, plan: Plan) -> tuple[FrontPoint, ...]:
-        """Peak against time with everything that the strategy allows, also what the plan did not need."""
+    def peak_against_time(self, strategy: Strategy, plan: Plan) -> PeakAgainstTime:
+        """Everything that the strategy allows, also what the plan did not need."""
         self.look_into_everything(strategy.eligible)
-        return full_front(self.cost_model(), strategy.eligible.by(self.travel), plan)
+        return peak_against_time(self.cost_model(), strategy.eligible.by(self.travel), plan)
 
     # ---- what is tried, and when
 
@@ -389,16 +390,16 @@ class OneWay(Trials):
             shortcuts=Shortcuts(cuts=cuts, known=self.stage.known_steps, passes=self.stage.passes(key)),
             hardware=self.hardware,
             names_modules=names_modules,
-            inputs_first=self._inputs_come_first,
+            beginning=self._beginning,
         )
 
     @property
-    def _inputs_come_first(self) -> bool:
-        """Whether the batch is on the device already and the model will be placed there later: which holes are left
-        between them depends on that order."""
+    def _beginning(self) -> Beginning:
+        """In which order model and batch come to the device; to a card that is elsewhere, the model comes first."""
         device_type = self.hardware.device_type
+        from_host = all(tensor.device.type != device_type for tensor in self.model.parameters())
         on_device = any(tensor.device.type == device_type for tensor in self.inputs.tensors())
-        return on_device and all(tensor.device.type != device_type for tensor in self.model.parameters())
+        return Beginning(inputs_first=on_device and from_host, from_host=self.hardware.present and from_host)
 
     def _learns(self, actions: tuple[Action, ...]) -> bool:
         """Whether the second step may differ from the first."""

@@ -14,8 +14,9 @@ from memscale.commands.subject import Asked, Subject, open_subject
 from memscale.report import terminal
 
 if TYPE_CHECKING:
-    from memscale._plan import FrontPoint, Plan
+    from memscale._plan import Plan
     from memscale._planning.planner import Planner
+    from memscale.report.peak_against_time import PeakAgainstTime
 
 
 def run(
@@ -38,21 +39,23 @@ def run(
         plotly()  # before anything that takes long
     subject = open_subject(asked)
     with progress(f"planning {asked.name} on fake tensors"), quiet():
-        made = make_plan_of(subject, config, with_front=pareto is not None)
-    _write_plan(made, output, pareto)
+        made, weighed = make_plan_of(subject, config, weighs_all=pareto is not None)
+    _write_plan(made, weighed, output, pareto)
     _print_plan(made, as_json=as_json, explain=explain)
     for path in (output, pareto):
         if path is not None:
             print(f"written to {path}", file=sys.stderr)
 
 
-def make_plan_of(subject: Subject, config: Config, *, with_front: bool) -> Plan:
-    """The plan; with the front of everything that the mode allows, where it is to be drawn."""
+def make_plan_of(subject: Subject, config: Config, *, weighs_all: bool) -> tuple[Plan, PeakAgainstTime | None]:
+    """The plan; and everything that the mode allows with its front, which the plan carries then, where it is drawn."""
     from memscale._planning import make_plan
 
-    fronts: list[tuple[FrontPoint, ...]] = []
-    made = make_plan(subject.job(config), subject.inputs, on_front=fronts.append if with_front else None)
-    return dataclasses.replace(made, front=fronts[0], front_note="") if with_front else made
+    weighed: list[PeakAgainstTime] = []
+    made = make_plan(subject.job(config), subject.inputs, on_weighed=weighed.append if weighs_all else None)
+    if not weighed:
+        return made, None
+    return dataclasses.replace(made, front=weighed[0].front, front_note=""), weighed[0]
 
 
 def planner_of(subject: Subject, config: Config, planned: Plan | None) -> Planner:
@@ -65,11 +68,13 @@ def planner_of(subject: Subject, config: Config, planned: Plan | None) -> Planne
     return Planner(job, subject.inputs)
 
 
-def _write_plan(made: Plan, output: pathlib.Path | None, pareto: pathlib.Path | None) -> None:
+def _write_plan(
+    made: Plan, weighed: PeakAgainstTime | None, output: pathlib.Path | None, pareto: pathlib.Path | None
+) -> None:
     if pareto is not None:
         from memscale.report.page import Report
 
-        files.write("--pareto", pareto, Report(made).html())
+        files.write("--pareto", pareto, Report(made, weighed=weighed).html())
     if output is not None:
         files.write("--output", output, made.to_json())
 

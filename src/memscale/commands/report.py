@@ -41,7 +41,7 @@ def _report_of(subject: Subject, config: Config) -> Report:
     from memscale.report.page import Report
 
     with progress(f"planning {subject.name} on fake tensors"), quiet():
-        made = make_plan_of(subject, config, with_front=True)
+        made, weighed = make_plan_of(subject, config, weighs_all=True)
     with progress("rehearsing a step with the plan and one without"), quiet():
         plain, under, times = shown_steps(planner_of(subject, config, made), made)
-        return Report(made, plain, under, times=times)
+        return Report(made, plain, under, times=times, weighed=weighed)

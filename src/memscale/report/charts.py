@@ -15,6 +15,7 @@ from memscale._errors import MemScaleError, install_command
 from memscale._plan import FrontPoint, LayerRow, Plan
 from memscale._units import show_bytes
 from memscale.report.explain import reason_text, techniques_text
+from memscale.report.peak_against_time import PeakAgainstTime
 from memscale.report.step_memory import KINDS, Moment, StepMemory
 from memscale.report.step_times import LANES, Span, StepTimes
 
@@ -149,28 +150,26 @@ def _layer_words(row: LayerRow) -> str:
     )
 
 
-def front_chart(plan: Plan) -> Any:
-    """Peak against time: every plan that no other beats in both, this one, and the least time of any exact plan."""
-    highest = max([point.peak_bytes for point in plan.front] + [plan.predicted_peak_bytes])
+def front_chart(plan: Plan, weighed: PeakAgainstTime) -> Any:
+    """Peak against time: all that was weighed, what no other beats in both, this plan, and the bound of exact plans."""
+    points = [*weighed.front, *weighed.candidates]
+    highest = max([point.peak_bytes for point in points] + [plan.predicted_peak_bytes])
     figure = plotly().Figure(layout=_layout("peak of live bytes", highest))
-    for name, color, points in (
-        ("exact", _KEPT_COLOR, [point for point in plan.front if point.is_exact]),
-        ("not exact", "#f58518", [point for point in plan.front if not point.is_exact]),
-        ("this plan", _CHOSEN_COLOR, [point for point in plan.front if point.is_chosen]),
-    ):
-        if points:
-            _draw_points(figure, name, color, points)
+    for is_exact, name, color in ((True, "exact", _KEPT_COLOR), (False, "not exact", "#f58518")):
+        _draw_candidates(figure, name, color, [point for point in weighed.candidates if point.is_exact == is_exact])
+        _draw_points(figure, name, color, [point for point in weighed.front if point.is_exact == is_exact])
+    _draw_points(figure, "this plan", _CHOSEN_COLOR, [point for point in weighed.front if point.is_chosen])
     if plan.budget_bytes <= highest * 1.02:
         _draw_budget(figure, plan.budget_bytes)
     if plan.least_slowdown is not None:
-        _draw_bound(figure, plan, plan.least_slowdown)
+        _draw_bound(figure, plan, plan.least_slowdown, [point.slowdown for point in points])
     figure.update_layout(xaxis={"title": "step time over the plain step (predicted)", "ticksuffix": "x"})
     return figure
 
 
-def _draw_bound(figure: Any, plan: Plan, least_slowdown: float) -> None:
+def _draw_bound(figure: Any, plan: Plan, least_slowdown: float, times: Sequence[float]) -> None:
     """The least time of any exact plan within the budget. Its words go to where there is more room."""
-    times = [point.slowdown for point in plan.front] + [plan.predicted_slowdown]
+    times = [*times, plan.predicted_slowdown]
     is_left = least_slowdown <= (min(times) + max(times)) / 2
     figure.add_vline(
         x=least_slowdown,
@@ -181,20 +180,35 @@ def _draw_bound(figure: Any, plan: Plan, least_slowdown: float) -> None:
     )
 
 
+def _draw_candidates(figure: Any, name: str, color: str, points: Sequence[FrontPoint]) -> None:
+    """What was weighed, behind what is better."""
+    if points:
+        marker = {"size": 4, "color": color, "opacity": 0.4}
+        figure.add_scatter(name=f"{name}, weighed", mode="markers", marker=marker, **_placed(points))
+
+
+def _placed(points: Sequence[FrontPoint]) -> dict[str, Any]:
+    """Where the points lie, and what hovering says of each."""
+    words = [f"{show_bytes(point.peak_bytes)}, {point.slowdown:.2f}x<br>{html.escape(point.what)}" for point in points]
+    return {
+        "x": [point.slowdown for point in points],
+        "y": [point.peak_bytes for point in points],
+        "text": words,
+        "hovertemplate": "%{text}<extra></extra>",
+    }
+
+
 def _draw_points(figure: Any, name: str, color: str, points: Sequence[FrontPoint]) -> None:
+    if not points:
+        return
     is_chosen = name == "this plan"
     marker = {"size": 14 if is_chosen else 8, "color": color, "symbol": "star" if is_chosen else "circle"}
     figure.add_scatter(
-        x=[point.slowdown for point in points],
-        y=[point.peak_bytes for point in points],
         name=name,
         mode="markers" if is_chosen else "lines+markers",
         line={"shape": "hv", "width": 1},
         marker=marker,
-        text=[
-            f"{show_bytes(point.peak_bytes)}, {point.slowdown:.2f}x<br>{html.escape(point.what)}" for point in points
-        ],
-        hovertemplate="%{text}<extra></extra>",
+        **_placed(points),
     )
 
 

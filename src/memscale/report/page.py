@@ -21,6 +21,7 @@ from memscale._plan import Plan
 from memscale._units import show_bytes
 from memscale.report import charts
 from memscale.report.explain import reason_text, techniques_text, what_is_done, words_of_run
+from memscale.report.peak_against_time import PeakAgainstTime
 from memscale.report.step_memory import KINDS, StepMemory
 from memscale.report.step_times import LANES, StepTimes
 
@@ -38,6 +39,8 @@ class Report:
     """Numbers of a run: the name of each, what was predicted and what was measured, in bytes."""
     times: StepTimes | None = None
     """What the step under the plan does when."""
+    weighed: PeakAgainstTime | None = None
+    """What there would be instead of the plan; None: what the plan itself carries of it."""
     measured_step_ms: float | None = None
     """How long a step of the run took."""
     elsewhere: tuple[tuple[str, int | None, int | None], ...] = ()
@@ -126,12 +129,26 @@ class Report:
             if not charts.shows_budget(self.plan.budget_bytes, top_bytes):
                 beyond = f" The budget, {show_bytes(self.plan.budget_bytes)}, is far above what is drawn."
             table = _table(("at the peak", "bytes"), cells)
-            words = f"{note}{highest.phase}{where}.{beyond}"
+            promised = self._promised(step) if step is self.planned else ""
+            words = f"{note}{highest.phase}{where}.{promised}{beyond}"
             sections.append(_section(f"One step {name}", f"memory{number}", words, table))
         if sections:
             yield f'<div class="pair">{"".join(sections)}</div>'
         else:
             yield _section("Memory over a step", "", f"Not shown: {self.without_steps or _NO_MODEL}.", "")
+
+    def _promised(self, step: StepMemory) -> str:
+        """Why the plan promises more than is drawn; "": it promises just that."""
+        first = ""
+        if step.earlier_peak_bytes > step.peak_bytes:
+            first = f" The first step, which makes the optimizer's state, takes {show_bytes(step.earlier_peak_bytes)}."
+        promised, drawn = self.plan.predicted_reserved_bytes, max(moment.reserved_bytes or 0 for moment in step.moments)
+        if promised is None or promised <= drawn or not drawn:
+            return first
+        why = "which covers its first steps and what the loop and other ranks hold, too"
+        if self.plan.allocator is not None and promised <= 1.02 * drawn:
+            why = "with a margin, as little is left unused and kernels may allocate in another order"
+        return f"{first} Reserved reaches {show_bytes(drawn)} here; the plan promises {show_bytes(promised)}, {why}."
 
     def _layers(self, figures: dict[str, Any]) -> Iterable[str]:
         rows = self.plan.rows
@@ -155,9 +172,12 @@ class Report:
         yield _section("The plan, layer by layer", "layers", note, _table(header, cells))
 
     def _front(self, figures: dict[str, Any]) -> Iterable[str]:
-        if not self.plan.front:
+        weighed, front_note = self.weighed, ""
+        if weighed is None:
+            weighed, front_note = PeakAgainstTime(self.plan.front, (), 0), self.plan.front_note
+        if not weighed.front:
             return
-        figures["front"] = charts.front_chart(self.plan)
+        figures["front"] = charts.front_chart(self.plan, weighed)
         cells = [
             (
                 "this plan" if point.is_chosen else "",
@@ -165,13 +185,17 @@ class Report:
                 f"{point.slowdown:.2f}x",
                 point.what if point.is_exact else f"{point.what} (not exact)",
             )
-            for point in self.plan.front
+            for point in weighed.front
         ]
-        note = "Plans that no other beats in both peak and time, by the peak model and the time model."
+        note = "On the line: plans that no other beats in both peak and time, by the peak model and the time model."
+        if weighed.candidates:
+            note += f" Faint dots: all {weighed.num_candidates:,} plans that were weighed; those that coincide are one."
+        if not all(point.is_exact for point in weighed.candidates):
+            note += " What is not exact is offered only below everything that is."
         if self.plan.predicted_reserved_bytes is not None:
             note += " Peaks are live bytes; the budget bounds what is reserved, which is more."
-        if self.plan.front_note:
-            note += f" {self.plan.front_note[0].upper()}{self.plan.front_note[1:]}."
+        if front_note:
+            note += f" {front_note[0].upper()}{front_note[1:]}."
         yield _section("Peak against time", "front", note, _table(("", "peak", "time", "what is done"), cells))
 
     def _lanes(self, figures: dict[str, Any]) -> Iterable[str]:
@@ -303,7 +327,8 @@ dt { color: var(--faint); font-size: .85rem; } dd { margin: 0; font-weight: 600;
 .pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)); gap: 0 24px; }
 .pair section { min-width: 0; display: grid; grid-template-rows: subgrid; grid-row: span 4; }
 .pair p { margin-top: 0; } footer { margin-top: 2rem; }
-.chart { height: 380px; } #elsewhere { height: 260px; } .wide { overflow-x: auto; }
+.chart { height: 380px; } .chart + details { margin-top: 8px; }
+#elsewhere { height: 260px; } .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .85rem; }
 th, td { text-align: left; padding: 3px 10px; border-bottom: 1px solid var(--line); vertical-align: top; }
 pre { overflow-x: auto; font-size: .8rem; } footer, section > p { color: var(--faint); }

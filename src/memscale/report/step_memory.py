@@ -36,6 +36,8 @@ class StepMemory:
     moments: tuple[Moment, ...]
     source: str
     """Where the figures come from: "predicted", or where they were measured."""
+    earlier_peak_bytes: int = 0
+    """The highest live bytes of the steps before it: the first makes the optimizer's state."""
 
     @property
     def peak_bytes(self) -> int:

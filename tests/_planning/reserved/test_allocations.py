@@ -17,7 +17,7 @@ from memscale._hardware.allocator_environment import SMALL_PAGES
 from memscale._plan import AllocatorUse
 from memscale._planning.reserved.allocation_log import Allocated, AllocationLog, Event, Freed, Multiplied
 from memscale._planning.reserved.allocations import WORKSPACE_BYTES, Reserved, reserved_of
-from memscale._planning.reserved.recording import record_steps
+from memscale._planning.reserved.recording import Beginning, record_steps
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
 from memscale._torch.live_bytes import LiveBytes
@@ -137,7 +137,7 @@ def test_what_is_there_before_a_step_comes_in_its_order(inputs_first: bool) -> N
     """A model that is on the host yet is placed behind a batch that is on the device: other holes are left."""
     model = small()
     rehearsal = FakeRehearsal(model, Inputs((features(0),), {}), "cuda")
-    log = record_steps(rehearsal, model, "sgd", inputs_first=inputs_first)
+    log = record_steps(rehearsal, model, "sgd", beginning=Beginning(inputs_first=inputs_first))
     phases = [event.place.phase for event in log.before if isinstance(event, Allocated) and event.place is not None]
     assert phases == sorted(phases, reverse=not inputs_first)
     assert set(phases) == {"inputs", "parameters"}

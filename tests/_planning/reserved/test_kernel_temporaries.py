@@ -108,6 +108,12 @@ def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         (_aten.sort.default, (_meta(2048, 8192), -1, True), 335_544_832),
         (_aten.sum.dim_IntList, (_meta(2048, 1024, dtype=torch.bool), [-1]), 16_777_216),
         (_aten.sum.dim_IntList, (_meta(2048, 1024), [-1]), 0),
+        (_aten._fft_r2c.default, (_meta(64, 36, 256), [2], 0, True), 4_718_592),
+        (_aten._fft_c2c.default, (_meta(64, 36, 256, dtype=torch.complex64), [0], 0, True), 4_718_592),
+        (_aten._fft_c2c.default, (_meta(64, 36, 256, dtype=torch.complex64), [1], 0, True), 9_437_184),
+        (_aten._fft_c2c.default, (_meta(512, 768, dtype=torch.complex64), [0, 1], 0, True), 3_145_728),
+        (_aten._fft_c2r.default, (_meta(64, 36, 129, dtype=torch.complex64), [2], 0, 256), 7_096_320),
+        (_aten._fft_c2r.default, (_meta(512, 385, dtype=torch.complex64), [0, 1], 0, 768), 4_722_688),
         (_aten._log_softmax_backward_data.default, (_meta(64, 128), _meta(64, 128), -1), 0),
     ],
 )

@@ -12,9 +12,11 @@ from memscale import Config, Hardware, Plan
 from memscale._decide.eligible import resolve
 from memscale._decide.policy import choose_strategy
 from memscale._errors import DoesNotFitError
+from memscale._plan import Checkpoint, StreamParameters
 from memscale._planning import make_plan
 from memscale._planning.job import Job
 from memscale._planning.planner import Planner
+from memscale._planning.reserved.allocation_log import Allocated, Freed
 from memscale._planning.saved.saved_plans import refuse_plan
 from memscale._profile.inputs import Inputs
 from memscale._units import show_bytes
@@ -215,3 +217,17 @@ def test_a_plan_that_would_not_fit_otherwise_asks_the_allocator() -> None:
     below = planned(mode="conservative", memory_budget_gb=(lowest.predicted_reserved_bytes - MB) / 1e9)
     assert not below.fits
     assert below.predicted_reserved_bytes == lowest.predicted_reserved_bytes, "what a budget would have to be"
+
+
+@pytest.mark.parametrize("is_on_host", [True, False])
+def test_streamed_parameters_of_a_model_on_the_host_leave_no_hole(is_on_host: bool) -> None:
+    """They never come to the card whole: weights that stay lie close together, and later ones find no room between."""
+    model = stack() if not is_on_host else nn.Sequential(*(Layer() for _ in range(6)))
+    here = dataclasses.replace(CARD, present=is_on_host)
+    config = Config(enable_logging=False, async_offload=False)
+    planner = Planner(Job(model, config, here, "sgd"), Inputs((torch.empty(64, 512, device="meta"),), {}))
+    blocks = list(planner.rehearsal.blocks)[:3]
+    log = planner.steps((*map(Checkpoint, blocks), *map(StreamParameters, blocks)), config)
+    came = sum(isinstance(event, Allocated) for event in log.before)
+    left = sum(isinstance(event, Freed) for event in log.before)
+    assert (came, left) == ((13, 0) if is_on_host else (25, 12))

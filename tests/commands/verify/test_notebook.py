@@ -1,4 +1,4 @@
-"""The notebook for people with a card: its cells run in order, here on a processor."""
+"""The notebook for people with a card: its cells run in order, here on a processor and on the simulated device."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ def test_it_is_a_clean_notebook() -> None:
 
 
 @full
+@pytest.mark.parametrize("device", ["cpu", "simgpu"])
 def test_its_cells_run(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    device: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
@@ -36,6 +37,8 @@ def test_its_cells_run(
         exec(compile("".join(cell["source"]), "cell", "exec"), names)
         if "parameters" in cell["metadata"].get("tags", ()):
             assert (names["MODELS"], names["DEVICE"]) == ([], None)
-            names |= {"MODELS": ["bert-tiny"], "DEVICE": "cpu"}
-    assert "identical, bit for bit" in capsys.readouterr().out
+            names |= {"MODELS": ["bert-tiny"], "DEVICE": device}
+    shown = capsys.readouterr().out
+    assert shown.count("identical, bit for bit") == 2 * 3, "three ways beside the plain one, shown twice"
+    assert "took more than their budget: none (of 2)" in shown
     assert (tmp_path / "memscale-verify.json").exists()

@@ -109,7 +109,25 @@ PinnedStats get_pinned_stats() {
   return runtime().pinned_stats;
 }
 
+// `model(device)` gives reserved bytes now, and at most since it was asked before.
+void set_python_reserved_model(const py::function& model) {
+  auto* kept = new py::function(model);  // for good: it is asked until the process ends
+  set_reserved_model([kept](int device) {
+    py::gil_scoped_acquire gil;
+    return (*kept)(device).cast<std::pair<size_t, size_t>>();
+  });
+}
+
 void bind_values(py::module_& m) {
+  py::enum_<AllocatorEvent::Kind>(m, "AllocatorEventKind")
+      .value("allocate", AllocatorEvent::Kind::allocate)
+      .value("free", AllocatorEvent::Kind::free)
+      .value("empty_cache", AllocatorEvent::Kind::empty_cache);
+  py::class_<AllocatorEvent>(m, "AllocatorEvent")
+      .def_readonly("kind", &AllocatorEvent::kind)
+      .def_readonly("serial", &AllocatorEvent::serial)
+      .def_readonly("bytes", &AllocatorEvent::bytes)
+      .def_readonly("stream", &AllocatorEvent::stream);
   py::enum_<RaceMode>(m, "RaceMode")
       .value("collect", RaceMode::collect)
       .value("raise_at_once", RaceMode::raise_at_once)
@@ -166,6 +184,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("counters", &get_counters, ReleaseGil());
   m.def("pinned_stats", &get_pinned_stats, ReleaseGil());
   m.def("reset_pinned_peaks", &reset_pinned_peaks, ReleaseGil());
+  m.def("set_reserved_model", &set_python_reserved_model);
+  m.def("model_reserved", &model_reserved, ReleaseGil());
+  m.def("take_allocator_events", &take_allocator_events, ReleaseGil());
   m.def("in_forked_child", [] { return runtime().in_forked_child; });
 }
 

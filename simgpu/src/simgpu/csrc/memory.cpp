@@ -23,7 +23,41 @@ auto& total(c10::CachingAllocator::StatArray& stats) { return stats[0]; }
 // NOTE [reserved bytes]: reserved memory is that of an ideal caching allocator: it grows in steps of 2 MiB to cover
 // what is active, never beyond the capacity, and shrinks only by empty_cache. Fragmentation is not modelled, so a
 // program that fits in the allocated bytes fits in the capacity.
+// A model of a real caching allocator may take its place (`simgpu.set_allocator`). It is Python, and no allocation waits
+// for it: what the allocator is asked for is written down here, and played when somebody reads what is reserved. A
+// block comes back to the model when all streams are done with it. The capacity stays one of active bytes.
+ReservedModel reserved_model;
+
+void note(DeviceState& device, AllocatorEvent event) {
+  if (device.is_modelled) device.events.push_back(event);
+}
+
+void note_allocation(DeviceState& device, const Block& block) {
+  note(device, {AllocatorEvent::Kind::allocate, block.serial, block.requested_bytes, stream_of_lane(block.owner_lane)});
+}
+
+void set_reserved(DeviceState& device, size_t current, size_t peak) {
+  auto& stat = total(device.stats.reserved_bytes);
+  const size_t before = static_cast<size_t>(stat.current);
+  if (current > before) stat.increase(current - before);
+  if (current < before) stat.decrease(before - current);
+  stat.peak = std::max(stat.peak, static_cast<int64_t>(peak));
+}
+
+void ask_reserved_model(int index) {
+  check_device_index(index);
+  {
+    Lock lock;
+    if (!runtime().devices[index].is_modelled) return;
+  }
+  const auto [current, peak] = reserved_model(index);
+  Lock lock;
+  DeviceState& device = runtime().devices[index];
+  if (device.is_modelled) set_reserved(device, current, peak);
+}
+
 void cover_with_reserved(DeviceState& device) {
+  if (device.is_modelled) return;
   const size_t active = total(device.stats.active_bytes).current;
   const size_t reserved = total(device.stats.reserved_bytes).current;
   if (active <= reserved) return;
@@ -52,6 +86,7 @@ void make_room(DeviceState& device, int index, size_t bytes) {
   // As a real caching allocator: wait for streams that still hold freed blocks, then try again.
   device.stats.num_alloc_retries++;
   runtime().drain_everything();
+  note(device, {AllocatorEvent::Kind::empty_cache});
   if (!fits()) throw_out_of_memory(device, index, bytes, "");
 }
 
@@ -122,6 +157,9 @@ void release_active_bytes(Block& block) {
   Stats& stats = state_of(block).stats;
   total(stats.active_bytes).decrease(block.charged_bytes);
   total(stats.active).decrease(1);
+  if (state_of(block).charged.erase(block.serial)) {
+    note(state_of(block), {AllocatorEvent::Kind::free, block.serial});
+  }
 }
 
 BlockPtr charge(size_t bytes, int device) {
@@ -137,7 +175,12 @@ BlockPtr charge(size_t bytes, int device) {
   block->requested_bytes = bytes;
   block->charged_bytes = rounded;
   block->owner_lane = current_lane(device);
+  block->serial = ++state.blocks_made;
   count_allocation(state.stats, *block);
+  if (rounded > 0) {
+    state.charged[block->serial] = block.get();
+    note_allocation(state, *block);
+  }
   cover_with_reserved(state);
   return block;
 }
@@ -170,6 +213,10 @@ void record_stream(const c10::DataPtr& pointer, int lane) {
 void empty_device_cache(int device) {
   Lock lock;
   DeviceState& state = runtime().devices[device];
+  if (state.is_modelled) {
+    note(state, {AllocatorEvent::Kind::empty_cache});
+    return;
+  }
   const size_t active = total(state.stats.active_bytes).current;
   const size_t needed = std::max(active, std::min(round_up(active, kSegmentRounding), state.capacity_bytes));
   const size_t reserved = total(state.stats.reserved_bytes).current;
@@ -180,6 +227,30 @@ void empty_device_cache(int device) {
 }
 
 size_t reserved_bytes(int device) { return total(runtime().devices[device].stats.reserved_bytes).current; }
+
+void set_reserved_model(ReservedModel model) { reserved_model = std::move(model); }
+
+// On: the model begins with the blocks that are charged now. Off: the ideal allocator goes on, with what is active.
+void model_reserved(int device, bool on) {
+  check_device_index(device);
+  Lock lock;
+  DeviceState& state = runtime().devices[device];
+  state.events.clear();
+  state.is_modelled = on;
+  set_reserved(state, 0, 0);
+  if (on) {
+    for (const auto& [serial, block] : state.charged) note_allocation(state, *block);
+  } else {
+    cover_with_reserved(state);
+  }
+  total(state.stats.reserved_bytes).reset_peak();
+}
+
+std::vector<AllocatorEvent> take_allocator_events(int device) {
+  check_device_index(device);
+  Lock lock;
+  return std::exchange(runtime().devices[device].events, {});
+}
 
 // ------------------------------------------------------------------------------------------------ device allocator
 
@@ -218,6 +289,7 @@ class DeviceAllocatorImpl final : public c10::DeviceAllocator {
     record_stream(pointer, lane_of(stream.device_index(), static_cast<int>(stream.id())));
   }
   Stats getDeviceStats(c10::DeviceIndex device) override {
+    ask_reserved_model(device);
     Lock lock;
     return checked_state(device).stats;
   }
@@ -227,9 +299,11 @@ class DeviceAllocatorImpl final : public c10::DeviceAllocator {
     checked_state(device).stats.num_alloc_retries = 0;
   }
   void resetPeakStats(c10::DeviceIndex device) override {
+    ask_reserved_model(device);
     for_each_stat(device, [](auto& stat) { stat.reset_peak(); });
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
+    ask_reserved_model(device);
     Lock lock;
     DeviceState& state = checked_state(device);
     const size_t reserved = total(state.stats.reserved_bytes).current;

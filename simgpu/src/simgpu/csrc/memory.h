@@ -28,6 +28,12 @@ void record_stream(const c10::DataPtr& pointer, int lane);
 void resize_storage(const c10::Storage& storage, size_t new_bytes);
 void empty_device_cache(int device);
 size_t reserved_bytes(int device);  // needs the lock
+
+// Reserved bytes now, and at most since the last call, by a model that plays the events. Called without the lock.
+using ReservedModel = std::function<std::pair<size_t, size_t>(int device)>;
+void set_reserved_model(ReservedModel model);
+void model_reserved(int device, bool on);
+std::vector<AllocatorEvent> take_allocator_events(int device);
 void reset_pinned_peaks();
 
 }  // namespace simgpu

@@ -23,6 +23,7 @@ namespace simgpu {
 // One device allocation. The host memory behind it lives as long as the block, which deferred work may keep alive
 // after the tensor is gone.
 struct Block {
+  uint64_t serial = 0;  // counts what was charged to the device, from 1 on
   void* data = nullptr;
   size_t requested_bytes = 0;
   size_t charged_bytes = 0;  // rounded to 512, as a caching allocator would
@@ -92,8 +93,21 @@ struct Counters {
 
 enum class RaceMode { collect, raise_at_once, off };
 
+// What a caching allocator is asked for, in order. See NOTE [reserved bytes] in memory.cpp.
+struct AllocatorEvent {
+  enum class Kind { allocate, free, empty_cache };
+  Kind kind;
+  uint64_t serial = 0;
+  size_t bytes = 0;
+  int stream = 0;
+};
+
 struct DeviceState {
   size_t capacity_bytes = size_t(1) << 40;
+  uint64_t blocks_made = 0;
+  std::map<uint64_t, const Block*> charged;  // the blocks that are charged, oldest first
+  bool is_modelled = false;                  // reserved bytes are a model's, which plays the events
+  std::vector<AllocatorEvent> events;
   int streams_made = 1;
   c10::CachingDeviceAllocator::DeviceStats stats;
 };

@@ -28,6 +28,7 @@ from memscale._planning.other_peaks import warn_of_other_peaks
 from memscale._profile import StepTrace
 from memscale._profile.inputs import Inputs
 from memscale.report import console
+from memscale.report.peak_against_time import PeakAgainstTime
 from memscale.report.step_memory import StepMemory
 from memscale.report.step_times import StepTimes
 
@@ -134,8 +135,11 @@ class PlansInForce:
         """The plan in force is for such a batch."""
         self._batch = inputs.kept()
 
-    def shown_steps(self) -> tuple[StepMemory, StepMemory, StepTimes]:
-        """A plain step and one under the plan in force, for a report; `MemScaleError`: they cannot be rehearsed."""
+    def shown_steps(self) -> tuple[StepMemory, StepMemory, StepTimes, PeakAgainstTime]:
+        """A plain step and one under the plan in force, and what there would be instead, for a report.
+
+        `MemScaleError`: they cannot be rehearsed.
+        """
         if self._batch is None or self.now is None:
             raise MemScaleError("no batch is known that a step could be rehearsed with")
         return self.job.shown_steps(self.executor.model, self._batch, self.now)

@@ -16,6 +16,7 @@ from torch import nn
 
 from memscale._config import Config
 from memscale._decide.eligible import Eligible
+from memscale._decide.policy import choose_strategy
 from memscale._errors import StaticProfileError
 from memscale._execute.executor import Executor
 from memscale._execute.settings import ExecutionSettings
@@ -38,6 +39,7 @@ from memscale._profile.ranks import Ranks
 from memscale._progress import stage
 from memscale._torch import private
 from memscale.report import console
+from memscale.report.peak_against_time import PeakAgainstTime
 from memscale.report.step_memory import StepMemory
 from memscale.report.step_times import StepTimes
 
@@ -181,11 +183,15 @@ class StandingJob:
             logger.debug("gradients of earlier batches are not counted: %s", str(error))
             return None
 
-    def shown_steps(self, model: nn.Module, inputs: Inputs, plan: Plan) -> tuple[StepMemory, StepMemory, StepTimes]:
-        """A plain step and one under this plan, with this batch, for a report."""
+    def shown_steps(
+        self, model: nn.Module, inputs: Inputs, plan: Plan
+    ) -> tuple[StepMemory, StepMemory, StepTimes, PeakAgainstTime]:
+        """A plain step and one under this plan, with this batch, and what there would be instead, for a report."""
         with self._planning():
             job = self.of(model)
-            return shown_steps(Planner(job.under(job.eligible.travel_of(plan).said_in(self.config)), inputs), plan)
+            planner = Planner(job.under(job.eligible.travel_of(plan).said_in(self.config)), inputs)
+            strategy = choose_strategy(planner.job.eligible, planner.profile)
+            return *shown_steps(planner, plan), planner.peak_against_time(strategy, plan)
 
     def rehearsed_plain(self, model: nn.Module, inputs: Inputs) -> StepTrace:
         """The step without techniques, with this batch."""

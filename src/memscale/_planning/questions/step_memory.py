@@ -44,12 +44,13 @@ def step_memory(
     replay = None if memory is None else Replay(memory, hardware.workspace_bytes)
     live = _Live(planner.rehearsal.rounding_bytes)
     *earlier, last = log.played(NUM_STEPS)
+    earlier_bytes = 0
     for number, events in enumerate(earlier):
         if number == 1 and replay is not None and use is not None:
             replay.follow(use)
-        for _ in _played(events, live, memory, replay):
-            pass
-    return StepMemory(tuple(_played(last, live, memory, replay)), "predicted")
+        for moment in _played(events, live, memory, replay):
+            earlier_bytes = max(earlier_bytes, moment.total_bytes)
+    return StepMemory(tuple(_played(last, live, memory, replay)), "predicted", earlier_bytes)
 
 
 class _Live:

@@ -15,11 +15,15 @@ NOTE [workspaces of convolutions]: cuDNN does not publish them. Its kernels want
 otherwise, so the tensors that do are counted: an estimate, and the emulated card makes the same one. Convolutions of
 one channel a group are PyTorch's own kernels, and need none.
 
+NOTE [workspaces of transforms]: cuFFT does not publish them either; its documents say that they are mostly as large as
+the transformed data. So one complex number is counted for each element, and the emulated card does the same.
+
 Not known: other workspaces of cuDNN, the buffers of layer norm's backward, and what other libraries allocate.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -52,8 +56,8 @@ _LONG_BYTES, _FLOAT_BYTES = 8, 4
 def temporary_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> tuple[int, ...]:
     """What a CUDA kernel allocates and frees inside itself, by the rules of torch 2.13; () where we know of nothing.
 
-    Known: backward of softmax and of group norm, of embeddings with many ids, sorting, and sums of booleans. The
-    emulated card says the same to the byte.
+    Known: backward of softmax and of group norm, of embeddings with many ids, sorting, sums of booleans, and Fourier
+    transforms. The emulated card says the same to the byte.
     """
     rule = _TEMPORARIES.get(func)
     return () if rule is None else rule(*args, **(kwargs or {}))
@@ -115,7 +119,33 @@ def _of_sum(input: torch.Tensor, *_: Any, **__: Any) -> tuple[int, ...]:
     return (input.numel() * _LONG_BYTES,) if is_counted and input.numel() else ()
 
 
+def _of_transform(input: torch.Tensor, dims: list[int], *_: Any, **__: Any) -> tuple[int, ...]:
+    """See NOTE [workspaces of transforms]. The other dimensions must be one for cuFFT, or the input is copied."""
+    copied_bytes = 0 if _are_one(input, dims) else input.nbytes
+    return tuple(filter(None, (copied_bytes, input.numel() * input.dtype.to_complex().itemsize)))
+
+
+def _of_transform_to_real(
+    input: torch.Tensor, dims: list[int], mode: int, last_length: int, *_: Any, **__: Any
+) -> tuple[int, ...]:
+    """A workspace for the result's elements, of which the input has half; and a copy of the input, which cuFFT writes
+    into."""
+    num_elements = input.numel() // max(1, input.shape[dims[-1]]) * last_length
+    return tuple(filter(None, (input.nbytes, num_elements * input.dtype.itemsize)))
+
+
+def _are_one(input: torch.Tensor, transformed: list[int]) -> bool:
+    """Whether the dimensions that are not transformed can be seen as one, whatever their order."""
+    last = {dim % input.dim() for dim in transformed}
+    places = ((input.stride(dim), size) for dim, size in enumerate(input.shape) if dim not in last and size > 1)
+    rest = sorted(places, reverse=True)
+    return all(outer == inner * size for (outer, _), (inner, size) in itertools.pairwise(rest))
+
+
 _TEMPORARIES: dict[Any, Any] = {
+    _aten._fft_c2c.default: _of_transform,
+    _aten._fft_r2c.default: _of_transform,
+    _aten._fft_c2r.default: _of_transform_to_real,
     _aten._softmax_backward_data.default: _of_softmax_backward,
     _aten.embedding_dense_backward.default: _of_embedding_backward,
     _aten.native_group_norm.default: _of_group_norm,

@@ -68,6 +68,16 @@ class UnderPlan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Beginning:
+    """How memory comes to be as the first step finds it. It decides which holes are left between what stays."""
+
+    inputs_first: bool = False
+    """The batch is on the device before the model."""
+    from_host: bool = False
+    """The model is on the host when a plan is attached: parameters that are streamed never come to the device whole."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shortcuts:
     """What spares a part of the recording."""
 
@@ -89,21 +99,20 @@ def record_steps(
     shortcuts: Shortcuts = Shortcuts(),
     hardware: Hardware | None = None,
     names_modules: bool = False,
-    inputs_first: bool = False,
+    beginning: Beginning = Beginning(),
 ) -> AllocationLog:
     """Whole steps on this stage, with an optimizer by name or the one that the user has.
 
     `model` is the user's, of which the stage has a copy. "none" is training without an optimizer. With a `hardware`,
     what its kernels allocate inside themselves is in the log, too. `names_modules`: the log says in which block or
-    other piece of the model something is allocated. `inputs_first`: the batch is on the device before the model.
-    `NotAlike` where blocks that are cut do not stand for others.
+    other piece of the model something is allocated. `NotAlike` where blocks that are cut do not stand for others.
     """
     log = AllocationLog()
     recorder = EventRecorder(rehearsal, log, hardware)
     with contextlib.ExitStack() as undo:
         undo.enter_context(rehearsal.stage())
         undo.callback(setattr, recorder, "log", None)  # what dies later is no part of a step
-        _see_what_is_there(rehearsal, recorder, inputs_first=inputs_first)
+        _see_what_is_there(rehearsal, recorder, inputs_first=beginning.inputs_first)
         log.origins = _origins(rehearsal, log)
         if names_modules:
             _watch_modules(rehearsal, recorder, undo)
@@ -113,7 +122,7 @@ def record_steps(
         attached = None if under.attach is None else _attached(under.attach, rehearsal, recorder, undo)
         watch(rehearsal.model, under.points, log.reach, undo)
         _watch_early(rehearsal, recorder, under.early, undo)
-        away = _leave_home(recorder, rehearsal, stand_ins, missing)
+        away = _leave_home(recorder, rehearsal, stand_ins, missing, were_there=not beginning.from_host)
         stepping = _optimizer_on(rehearsal, recorder, model, optimizer, stand_ins, away, under.rules, shortcuts.known)
         leaving = LeftGradients(rehearsal, recorder.events, recorder.storages) if rehearsal.leaves_gradients else None
         lesson = _Lesson(attached) if under.learns and attached is not None else None
@@ -259,14 +268,20 @@ class _Missing:
 
 
 def _leave_home(
-    recorder: EventRecorder, rehearsal: FakeRehearsal, stand_ins: dict[int, nn.Parameter], missing: _Missing
+    recorder: EventRecorder,
+    rehearsal: FakeRehearsal,
+    stand_ins: dict[int, nn.Parameter],
+    missing: _Missing,
+    *,
+    were_there: bool,
 ) -> set[int]:
-    """The ids of stand-ins that the plan streams: they leave the device."""
+    """The ids of stand-ins that the plan streams: they leave the device, or never were there."""
     staying = {id(parameter) for parameter in rehearsal.model.parameters()}
     staying |= {number for number, (_, present) in missing.stand_ins.items() if id(present) in staying}
     away = [parameter for parameter in stand_ins.values() if id(parameter) not in staying]
     if away:
-        recorder.events.leave({private.storage_key(parameter.untyped_storage()) for parameter in away})
+        keys = {private.storage_key(parameter.untyped_storage()) for parameter in away}
+        (recorder.events.leave if were_there else recorder.events.forget)(keys)
     return {id(parameter) for parameter in away}
 
 
