@@ -42,14 +42,22 @@ class Subject:
         """The same on another device; this one is left as it was."""
         return dataclasses.replace(self, model=copy.deepcopy(self.model).to(device), inputs=_moved(self.inputs, device))
 
+    def in_double(self) -> Subject:
+        """The same in double precision; this one is left as it was."""
+        return dataclasses.replace(
+            self, model=copy.deepcopy(self.model).double(), inputs=_moved(self.inputs, "cpu", torch.float64)
+        )
 
-def _moved(tree: Any, device: str) -> Any:
+
+def _moved(tree: Any, device: str, dtype: torch.dtype | None = None) -> Any:
+    """Copies on this device; of those with fractions, in this type."""
     if isinstance(tree, torch.Tensor):
-        return tree.detach().clone().to(device).requires_grad_(tree.requires_grad)
+        moved = tree.detach().clone().to(device, dtype if tree.is_floating_point() else None)
+        return moved.requires_grad_(tree.requires_grad)
     if isinstance(tree, dict):
-        return {key: _moved(value, device) for key, value in tree.items()}
+        return {key: _moved(value, device, dtype) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return type(tree)(_moved(value, device) for value in tree)
+        return type(tree)(_moved(value, device, dtype) for value in tree)
     return tree
 
 

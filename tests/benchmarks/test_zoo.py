@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import pathlib
 from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.zoo import __main__ as zoo
 from benchmarks.zoo import torch_suites
-from benchmarks.zoo.twins import Training, differences
-from benchmarks.zoo.ways import WAYS
+from benchmarks.zoo.twins import Subject, Training, differences
+from benchmarks.zoo.ways import WAYS, Way
+from memscale._plan import TileMlp
 from tests.lanes import full
 
 SAMPLE = [
@@ -67,6 +70,72 @@ def test_a_difference_in_the_last_bit_is_seen() -> None:
     assert differences(nudged, expected) == [name]
     found = zoo.compare(subject, {}, WAYS["recomputed"])
     assert found["status"] == "WRONG"
+
+
+class Cancels(nn.Module):
+    """The square of what is normed is the same whatever the weights are: their gradients are rounding alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(2))
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.norm(x)
+
+
+def _steps(model: nn.Module) -> torch.optim.Optimizer:
+    """Whole steps are made of gradients that are rounding alone."""
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def _cancelling(monkeypatch: pytest.MonkeyPatch) -> Subject:
+    torch.manual_seed(0)
+    subject = Subject(Cancels(), {"x": torch.randn(3, 7, 16)}, lambda model, inputs: model(**inputs), _steps)
+    monkeypatch.setattr(zoo, "plain_twin", lambda *_: (subject, zoo._trained(subject.on("cpu"))))
+    actions = [TileMlp("blocks.0", 3), TileMlp("blocks.1", 3)]
+    monkeypatch.setitem(zoo.WAYS, "tiled", dataclasses.replace(WAYS["tiled"], actions=lambda subject: actions))
+    return subject
+
+
+def test_sums_that_cancel_are_compared_in_double_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = _cancelling(monkeypatch)
+    in_single = zoo.compare(subject, zoo._trained(subject.on("cpu")), zoo.WAYS["tiled"])
+    assert in_single["status"] == "WRONG", "otherwise nothing is asked again"
+    assert zoo.attempt("ours", "cancels", "tiled")["status"] == "exact"
+    assert next(subject.model.parameters()).dtype is torch.float32
+
+
+def test_what_is_wrong_is_wrong_in_double_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    _cancelling(monkeypatch)
+    treat = zoo.treat
+
+    def forget(way: Way, subject: Subject, directory: str) -> None:
+        """A hundredth of one row."""
+        treat(way, subject, directory)
+        subject.model.blocks[0].register_forward_hook(lambda *call: torch.cat([call[2][:1] * 0.99, call[2][1:]]))
+
+    monkeypatch.setattr(zoo, "treat", forget)
+    assert zoo.attempt("ours", "cancels", "tiled")["status"] == "WRONG"
+
+
+def test_a_tight_budget_is_one_of_a_plan_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that cannot be rehearsed is observed first: what is promised until then is the least that it can be."""
+
+    class Looks(Cancels):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (1.0 if float(x.detach().sum()) > 0 else 0.5)
+
+    torch.manual_seed(0)
+    inputs = {"x": torch.randn(64, 7, 16)}
+    subject = Subject(Looks(), inputs, lambda model, inputs: model(**inputs), takes_keywords=True)
+    monkeypatch.setattr(zoo, "plain_twin", lambda *_: (subject, zoo._trained(subject.on("simgpu"))))
+    result = zoo.attempt("ours", "looks", "tight")
+    assert result["status"] == "exact", result
+    weights = sum(parameter.nbytes for parameter in subject.model.parameters())
+    assert subject.tight_budgets["simgpu"] > 2 * weights
 
 
 def test_what_cannot_be_built_is_not_usable_plain() -> None:

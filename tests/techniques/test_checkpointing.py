@@ -19,7 +19,7 @@ from memscale import Config, MemScaleError
 from memscale._execute.executor import execute
 from memscale._plan import Checkpoint
 from memscale.techniques.checkpointing.checkpointed_forward import _draws_random_numbers, attach
-from tests.models import Case, Chain, Mlp, TwoLinears, case, odd, square_loss
+from tests.models import WIDTH, Case, Chain, Mlp, TwoLinears, case, odd, square_loss
 from tests.parity import SELECTIVE, assert_same_training, checkpoint_all, plan_of, seed
 
 pytestmark = pytest.mark.unit
@@ -51,6 +51,31 @@ def kept_bytes(model: nn.Module, x: torch.Tensor) -> int:
         pass
     assert output.requires_grad
     return after.peak_bytes - before.peak_bytes
+
+
+class Twice(nn.Module):
+    """A block that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = TwoLinears()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(self.block(x))
+
+
+def test_a_block_that_is_called_again_under_one_autocast_keeps_its_products() -> None:
+    """The forward of the second call finds the casts of the weights made, and its recompute makes them."""
+    plain = Twice()
+    model = copy.deepcopy(plain)
+    with contextlib.ExitStack() as undo:
+        attach(Checkpoint("block", keep=("matmul",)), model.block, undo)
+        for one in (plain, model):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = one(torch.ones(4, WIDTH)).float().square().mean()
+            loss.backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
 
 
 class Wide(nn.Module):

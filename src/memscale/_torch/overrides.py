@@ -141,6 +141,21 @@ class ForwardOverride(MethodOverride):
         return vars(module).get(private.COMPILED_CALL) or vars(module).get("forward")
 
 
+@contextlib.contextmanager
+def transforms_refused(module_fqn: str) -> Iterator[None]:
+    """Inside, a treated layer computes. Say which one it is if it uses `torch.func`, whose transforms refuse to run
+    where what is saved for backward goes through hooks."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "support saved tensor hooks" not in str(error):
+            raise
+        raise MemScaleError(
+            f"{module_fqn} uses a transform of torch.func (grad, jacrev, vjp and the like) in its forward, which "
+            "cannot run where activations are computed again or wait elsewhere: leave this layer out of the plan"
+        ) from error
+
+
 class Surrounding(Protocol):
     """Is told of each forward of a module; what it does then calls nothing of this file."""
 

@@ -152,6 +152,36 @@ def _casts_under_autocast(weight: torch.Tensor) -> int:
     return seen.count
 
 
+def test_a_probe_tells_lifetimes_of_the_cache_of_casts_apart() -> None:
+    """It neither empties that cache nor saves anything, and modes do not see it."""
+    probe, weight = private.CastProbe(), torch.randn(4, 4, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        with_cast = _casts_under_autocast(weight)
+        with torch.autograd.graph.disable_saved_tensors_hooks("nothing is saved"), Counting() as seen:
+            first = probe.lifetime()
+        assert seen.count == 0
+        assert probe.lifetime() is first
+        assert _casts_under_autocast(weight) == with_cast - 1
+        torch.clear_autocast_cache()
+        second = probe.lifetime()
+        assert second is not first
+    with torch.autocast("cpu", torch.bfloat16):
+        assert probe.lifetime() not in (first, second)
+
+
+def test_a_probe_leaves_casts_where_autocast_was_switched_on_without_a_block() -> None:
+    probe, weight = private.CastProbe(), torch.randn(2, 2, requires_grad=True)
+    torch.set_autocast_enabled("cpu", True)
+    try:
+        x = torch.randn(2, 2)
+        node = (x @ weight).grad_fn.next_functions[1][0]
+        probe.lifetime()
+        assert (x @ weight).grad_fn.next_functions[1][0] is node
+    finally:
+        torch.set_autocast_enabled("cpu", False)
+        torch.clear_autocast_cache()
+
+
 def test_casts_that_are_cached_go_when_blocks_of_autocast_have_been_left() -> None:
     weight = torch.nn.Parameter(torch.ones(4, 4))
     with torch.autocast("cpu", torch.bfloat16):

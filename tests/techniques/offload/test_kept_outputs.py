@@ -105,6 +105,23 @@ def test_a_second_backward_through_the_same_graph_computes_everything_again() ->
     executor.detach()
 
 
+def test_a_block_that_is_called_again_under_one_autocast() -> None:
+    """The forward of the second call finds the casts of the weights made, and its recompute makes them."""
+    torch.manual_seed(1)
+    model = Gpt(2).to(DEVICE)
+    model.blocks.append(model.blocks[0])
+    plain = copy.deepcopy(model)
+    executor = attached(model, "simgpu async", None)
+    for one in (plain, model):
+        torch.manual_seed(2)
+        with torch.autocast("simgpu", torch.bfloat16):
+            loss = one(tokens()).float().square().mean()
+        loss.backward()
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert torch.equal(ours.grad.cpu(), theirs.grad.cpu()), name
+    executor.detach()
+
+
 class Escapes(nn.Module):
     """Gives away the output of a matrix product that it has used."""
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+import memscale
 import simgpu
-from memscale import Config
+from memscale import Config, StoreFullError
 from memscale._decide import decide
 from memscale._decide.eligible import resolve
 from memscale.techniques.offload.parameters import streaming
@@ -62,3 +63,27 @@ def test_a_plan_counts_it_where_transfers_overlap_and_within_the_budget() -> Non
     blocking, overlapping = waiting(overlaps=False), waiting(overlaps=True)
     assert blocking < overlapping <= blocking + LANDING_BYTES + SEGMENT_BYTES
     assert waiting((blocking + MIB) / 1e9, overlaps=True) <= blocking + MIB
+
+
+class Residuals(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(16, 16), nn.Linear(16, 4)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+def test_a_plan_that_rounding_takes_beyond_a_tiny_budget_is_refused_and_leaves_nothing(no_leaks: None) -> None:
+    """A store gives each tensor at least a page, which plans do not count."""
+    model = Residuals().to("simgpu")
+    config = Config(force_optimize=True, max_cpu_offload_gb=8e-6, async_offload=True, enable_logging=False)
+    with pytest.raises(StoreFullError, match=r"budget of 8\.0 kB is spent .* raise max_cpu_offload_gb"):
+        memscale.wrap(model, config, torch.ones(64, 16))
+    assert all("forward" not in vars(module) for module in model.modules())
+    assert {parameter.device.type for parameter in model.parameters()} == {"simgpu"}
+    model(torch.ones(64, 16, device="simgpu")).square().mean().backward()

@@ -9,8 +9,10 @@ from memscale._torch.private.allocator import allocator_bytes, set_allocator_set
 from memscale._torch.private.checkpoints import (
     SeenThrough,
     outside_checkpoints,
+    saved_tensors_hooks_in_use,
     saves_are_hooked,
     see_through_checkpoints,
+    selective_contexts,
     strange_contexts,
 )
 from memscale._torch.private.compiling import (
@@ -24,6 +26,7 @@ from memscale._torch.private.compiling import (
     without_compiler,
 )
 from memscale._torch.private.dispatch import (
+    CastProbe,
     active_modes,
     can_take_outermost_mode,
     flop_formula,
@@ -104,6 +107,7 @@ __all__ = [
     "COMPILED_CALL",
     "NUM_HOLDERS_IN_DISPATCH",
     "AutogradEngine",
+    "CastProbe",
     "CommunicatesError",
     "Remembered",
     "SeenThrough",
@@ -168,9 +172,11 @@ __all__ = [
     "replace_engine",
     "run_first",
     "run_opened",
+    "saved_tensors_hooks_in_use",
     "saves_are_hooked",
     "scale_replicator",
     "see_through_checkpoints",
+    "selective_contexts",
     "sequence_number",
     "set_allocator_settings",
     "share_version_counter",

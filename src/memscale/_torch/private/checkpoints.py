@@ -1,11 +1,12 @@
-"""Checkpoints that a model has of its own, through `torch.utils.checkpoint`.
+"""Checkpoints through `torch.utils.checkpoint`: those that a model has of its own, and what a selective one keeps.
 
-Relies on: the generator behind a non-reentrant checkpoint, the autograd function behind a reentrant one, and the stack
-of hooks on saved tensors, of which only the top is asked.
+Relies on: the generator behind a non-reentrant checkpoint, the autograd function behind a reentrant one, the stack of
+hooks on saved tensors, of which only the top is asked, and the two modes of a selective checkpoint.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
@@ -65,6 +66,34 @@ def see_through_checkpoints(inside: SeenThrough, refuse: Callable[[str], None]) 
     return restore
 
 
+def selective_contexts(policy: Any, may_keep: Callable[[Any], bool]) -> tuple[Any, Any]:
+    """Return PyTorch's two contexts of a selective checkpoint, which number only operators that it may keep.
+
+    They number all of them otherwise, and a recompute must call as many as its forward did. That does not hold under
+    autocast: where a block is called again under one, its forward finds the casts of its weights made.
+    """
+    from torch.utils import checkpoint
+
+    class Keeping(checkpoint._CachingTorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if may_keep(func):
+                return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+            output = func(*args, **(kwargs or {}))
+            if func not in checkpoint.SAC_IGNORED_OPS:
+                context = checkpoint.SelectiveCheckpointContext(is_recompute=False, op_output=output)
+                policy(context, func, *args, **(kwargs or {}))
+            return output
+
+    class Reading(checkpoint._CachedTorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if may_keep(func):
+                return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+            return func(*args, **(kwargs or {}))
+
+    storage: dict[Any, dict[int, Any]] = collections.defaultdict(dict)
+    return Keeping(policy, storage), Reading(None, storage)
+
+
 @contextlib.contextmanager
 def outside_checkpoints() -> Iterator[None]:
     """What is computed in here is not seen by checkpoints that are under way: it is no part of what they compute."""
@@ -82,6 +111,12 @@ def outside_checkpoints() -> Iterator[None]:
 def saves_are_hooked() -> bool:
     """Whether somebody is handed what is saved for backward now: a checkpoint, an offload, a user's own hooks."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def saved_tensors_hooks_in_use() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """What packs and unpacks a tensor that is saved for backward now; None: it is kept as it is."""
+    hooks: tuple[Any, Any] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
 
 
 def strange_contexts() -> str | None:
@@ -103,4 +138,4 @@ _OURS = ("memscale", "simgpu")
 
 
 def _is_of_checkpoint(hook: Any) -> bool:
-    return getattr(hook, "__module__", "") == "torch.utils.checkpoint"
+    return getattr(hook, "__module__", "") in ("torch.utils.checkpoint", "memscale.techniques.recompute.saved_writes")

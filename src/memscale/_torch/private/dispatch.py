@@ -57,6 +57,29 @@ def left_autocast_blocks() -> Iterator[None]:
             torch.autocast_increment_nesting()
 
 
+class CastProbe:
+    """Tells the lifetimes of autocast's cache of cast weights apart. It is emptied when the outermost
+    `with torch.autocast(...)` is left, and by `torch.clear_autocast_cache()`."""
+
+    def __init__(self) -> None:
+        with real_tensors():
+            self._leaf = torch.zeros(0, 0, device="cpu", requires_grad=True)
+            self._others = torch.zeros(0, 0, device="cpu"), torch.zeros(0, 0, device="cpu")
+
+    def lifetime(self) -> Any:
+        """The node of the one cast of an empty tensor: the same object as long as the cache is not emptied.
+
+        No mode and no hook on saved tensors sees it: `addmm` saves nothing for the tensor that it adds to.
+        """
+        with real_tensors(), without_function_modes(), torch.enable_grad():
+            torch.autocast_increment_nesting()  # whoever switched autocast on without a block keeps the cache
+            try:
+                with torch.autocast("cpu", torch.bfloat16):
+                    return torch.addmm(self._leaf, *self._others).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            finally:
+                torch.autocast_decrement_nesting()
+
+
 def can_take_outermost_mode() -> bool:
     """Whether nobody traces this thread (fake tensors, functionalization, proxies): those modes have fixed places."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack

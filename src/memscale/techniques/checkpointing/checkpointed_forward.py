@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy
 
 from memscale._errors import MemScaleError, PlanError
 from memscale._plan import Checkpoint
@@ -52,7 +52,9 @@ class CheckpointedForward(RecomputedForward):
         if action.keep:
             self.context_fn = functools.partial(self._selective_contexts, frozenset(action.keep))
 
-    make_contexts: Callable[[Policy], tuple[Any, Any]] = staticmethod(create_selective_checkpoint_contexts)
+    make_contexts: Callable[[Policy], tuple[Any, Any]] = staticmethod(
+        lambda policy: private.selective_contexts(policy, policy.may_keep)
+    )
     """Makes what keeps the outputs that a policy chooses, and what reads them: PyTorch's, or another technique's."""
 
     def _selective_contexts(self, keep: frozenset[str]) -> tuple[Any, Any]:
@@ -119,14 +121,15 @@ class Policy:
         if not context.is_recompute and op in _ALIASES and self._is_any_kept(args):
             aliases = [private.version_witness(tensor) for tensor in tree_leaves(context.op_output)]
             self._aliases += [(alias, alias._version) for alias in aliases]
-        if not self._is_kept(op) or _draws_random_numbers(op, args, kwargs):
+        if not self.may_keep(op) or _draws_random_numbers(op, args, kwargs):
             return CheckpointPolicy.PREFER_RECOMPUTE
         if not context.is_recompute:
             found = _storages(getattr(context, "op_output", None))
             self._kept.update((private.storage_key(storage), weakref.ref(storage)) for storage in found)
         return CheckpointPolicy.MUST_SAVE
 
-    def _is_kept(self, op: Any) -> bool:
+    def may_keep(self, op: Any) -> bool:
+        """Whether its outputs are kept where it draws no random numbers."""
         return ("matmul" in self.keep and op in _MATMULS) or ("attention" in self.keep and _ATTENTION_MARK in op.name())
 
     def _is_any_kept(self, tree: Any) -> bool:

@@ -84,13 +84,14 @@ class _KeptOutputs:
         if op not in self._ignored:
             context = SelectiveCheckpointContext(is_recompute=False, op_output=output)
             is_kept = self.policy(context, op, *args, **kwargs) is CheckpointPolicy.MUST_SAVE
-            self._packed[op, self._num_kept[op]] = self._pack(output) if is_kept else None
-            self._num_kept[op] += 1
+            if self.policy.may_keep(op):
+                self._packed[op, self._num_kept[op]] = self._pack(output) if is_kept else None
+                self._num_kept[op] += 1
         return output
 
     def read(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """In the recompute, which calls the same operators in the same order."""
-        if op in self._ignored:
+        """In the recompute, which calls the operators that may be kept in the same order."""
+        if op in self._ignored or not self.policy.may_keep(op):
             return op(*args, **kwargs)
         key = op, self._num_read[op]
         self._num_read[op] += 1

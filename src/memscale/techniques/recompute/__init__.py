@@ -34,10 +34,11 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_e
 from memscale._errors import VerificationError
 from memscale._torch import private
 from memscale._torch.host_rng import Fingerprint, HostRng
-from memscale._torch.overrides import ForwardOverride
+from memscale._torch.overrides import ForwardOverride, transforms_refused
 from memscale.techniques.recompute import key_value_caches
 from memscale.techniques.recompute.backward_errors import wait_on_errors
 from memscale.techniques.recompute.module_state import RUN_AGAIN, Flags, Memory, ModuleState
+from memscale.techniques.recompute.saved_writes import SavedWrites
 
 
 class RecomputeWatcher(Protocol):
@@ -67,6 +68,8 @@ class RecomputedForward(ForwardOverride):
         self.draws: dict[Flags, bool] = {}
         """Whether it draws from Python's or NumPy's generators: learned at the first forward in each state of the
         training flags."""
+        self.changes_saved: dict[Flags, bool] = {}
+        """Whether it changes what it has saved for backward: learned likewise."""
         self.state = ModuleState(module)
         self._warned = False
         self._input_devices: frozenset[torch.device] = frozenset()
@@ -99,7 +102,8 @@ class RecomputedForward(ForwardOverride):
             leaves, region.spec = _flatten(*_with_each(caches, region.caches, args, kwargs))
         if self.anchor is not None:
             leaves, region.num_anchors = [self.anchor, *leaves], 1
-        output = self._run(region, leaves)
+        with transforms_refused(self.module_fqn):
+            output = self._run(region, leaves)
         for cache in region.caches:
             cache.forget()
         return output
@@ -183,7 +187,13 @@ class Region:
         self.memory = owner.state.before()
         draws = owner.draws.get(self.memory.flags)
         seen: HostRng | Fingerprint = Fingerprint() if draws is False else HostRng()
-        output = owner.compute(args, kwargs, self)
+        if owner.changes_saved.get(self.memory.flags) is False:
+            output = owner.compute(args, kwargs, self)
+        else:
+            writes = SavedWrites(owner.module_fqn, ends_early=not owner.verify)
+            with writes.watched():
+                output = owner.compute(args, kwargs, self)
+            owner.changes_saved[self.memory.flags] = owner.changes_saved.get(self.memory.flags, False) or writes.found
         self._note_draws(seen)
         owner.state.after(self.memory)
         if owner.verify:

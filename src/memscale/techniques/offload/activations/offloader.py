@@ -45,7 +45,7 @@ from torch import nn
 
 from memscale._plan import OffloadActivations
 from memscale._torch import private
-from memscale._torch.overrides import ForwardOverride, find_module
+from memscale._torch.overrides import ForwardOverride, find_module, transforms_refused
 from memscale.techniques.offload.activations.filled_later import is_unfilled, may_fill_later
 from memscale.techniques.offload.store.stores import Layout, Ticket, can_store
 from memscale.techniques.offload.transfer.stream_order import TransferStats
@@ -343,7 +343,10 @@ class OffloadedForward(ForwardOverride):
         resident = self._elsewhere.keys() | _Residents(self.module).keys()
         packing = _Packing(self.offloader, frozenset(resident), keeps_unfilled=may_fill_later(self.module))
         try:
-            with torch.autograd.graph.saved_tensors_hooks(packing.pack, self.offloader.unpack):
+            with (
+                transforms_refused(self.module_fqn),
+                torch.autograd.graph.saved_tensors_hooks(packing.pack, self.offloader.unpack),
+            ):
                 return self.inner()(*args, **kwargs)
         except BaseException:
             self.offloader.sweep()

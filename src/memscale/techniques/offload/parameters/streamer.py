@@ -29,6 +29,7 @@ import torch
 from memscale._errors import StoreFullError
 from memscale._torch import private
 from memscale.techniques.offload.parameters.parameter_homes import Homes, Slot, parameters_in, tensor_over, unviewed
+from memscale.techniques.offload.parameters.shared_casts import Joint, SharedCasts
 from memscale.techniques.offload.parameters.state_placement import Followers
 from memscale.techniques.offload.parameters.sum_order import Tails
 from memscale.techniques.offload.pinned import LANDING_BYTES
@@ -209,6 +210,8 @@ class Expectation:
     """This layer's own copies, kept for a backward that follows at once."""
     tails: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     """The tensors to whose gradients later calls add, by parameter id. See NOTE [order of sums] in sum_order.py."""
+    joints: dict[int, Joint] = dataclasses.field(default_factory=dict)
+    """What later calls under the same autocast may join, by parameter id. See NOTE [casts] in shared_casts.py."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -249,11 +252,11 @@ class Streamer:
         """The visits fetched ahead for the layers that come next in forward."""
         self._flights: weakref.WeakValueDictionary[int, Flight] = weakref.WeakValueDictionary()
         self.tails = Tails(device)
+        self.casts = SharedCasts(device)
         self.following: Followers | None = None
         """Keeps optimizer state beside the parameters."""
         self.landed: LandedGradients | None = None
         """The gradients that wait for a step on the device; None if the host steps the parameters."""
-        self._has_said_casts = False
 
     def add(self, layer: Layer) -> None:
         self.layers.append(weakref.ref(layer))
@@ -370,17 +373,6 @@ class Streamer:
     def is_called_again(self, index: int) -> bool:
         """Whether an earlier call of this layer still waits for its backward."""
         return len(self._pending[index]) > 1
-
-    def say_that_casts_differ(self, module_fqn: str) -> None:
-        """Once a run, and not in a rehearsal. See NOTE [casts] in sum_order.py."""
-        if not self._has_said_casts and not private.is_fake(self.anchor):
-            self._has_said_casts = True
-            logger.warning(
-                "%s is called several times before its backward, with streamed parameters and under autocast: PyTorch "
-                "alone would add up the gradients of calls under one autocast in 16 bits, here it is done in 32. "
-                "Their last bits may differ from those of plain training",
-                module_fqn,
-            )
 
     def drop_ahead(self) -> None:
         """Drop the visits that were fetched ahead."""

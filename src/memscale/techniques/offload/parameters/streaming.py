@@ -8,9 +8,8 @@ and autograd itself carries the gradient home, where hooks, accumulation, sharin
 the user's own `Parameter`. `_Visiting.backward` starts the copy to the host; `_AtHome.backward`, which autograd runs in
 the thread that called `backward()`, waits for it. Meanwhile the device's thread goes on.
 
-Known limits: a layer that uses a parameter twice under autocast is refused (NOTE [casts] in sum_order.py), and one that
-is called twice under it is not bit for bit. A parameter that is used outside of its layer, without being registered
-there too, is on the host.
+Known limits: a layer that uses a parameter twice under autocast is refused (NOTE [casts] in shared_casts.py). A
+parameter that is used outside of its layer, without being registered there too, is on the host.
 Differentiating twice through a parameter's gradient (`create_graph=True`) is refused. Where a plan does not step
 streamed parameters on the device (`StepOnDevice`), their update runs on the host's kernels, with the implementation of
 the whole (in_parts.py). With gradients on two devices, `clip_grad_norm_` sums norms device by device, so the total may
@@ -23,11 +22,12 @@ import collections
 import contextlib
 import dataclasses
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from memscale._errors import OffloadError, PlanError
 from memscale._plan import StreamParameters
@@ -46,10 +46,12 @@ from memscale.techniques.offload.parameters.parameter_homes import (
     parameters_in,
     slots_of,
 )
+from memscale.techniques.offload.parameters.shared_casts import CannotBeJoined, Joining, Joint
 from memscale.techniques.offload.parameters.state_placement import Followers
 from memscale.techniques.offload.parameters.step_visits import StepVisits
 from memscale.techniques.offload.parameters.streamer import Expectation, Passage, Stamp, Streamer, Visit
-from memscale.techniques.offload.parameters.sum_order import Uses, follow
+from memscale.techniques.offload.parameters.sum_order import follow
+from memscale.techniques.offload.parameters.uses import Call, Use, Uses
 from memscale.techniques.offload.store.host import HostStore
 from memscale.techniques.offload.store.stores import ShapeStore, Store
 from memscale.techniques.offload.store.tiers import has_streams
@@ -98,6 +100,21 @@ class _Visiting(torch.autograd.Function):
         return ctx.passage.streamer.send_home(gradient, ctx.passage), None, None
 
 
+@dataclasses.dataclass(slots=True, eq=False)
+class Link:
+    """One parameter in one call."""
+
+    parameter: torch.Tensor
+    slot: Slot
+    """One of its places."""
+    lifetime: Any = None
+    """That of autocast's cache, if autocast remembers casts in this call."""
+    joint: Joint | None = None
+    """What its copy stands behind, if autocast may share its cast with other calls."""
+    end: torch.Tensor | None = None
+    """What comes before the joint, in the first call under one autocast."""
+
+
 class StreamedForward(RecomputedForward):
     """The forward of a streamed layer."""
 
@@ -122,23 +139,39 @@ class StreamedForward(RecomputedForward):
         if region is not None:
             region.notes = notes
         visit = self.streamer.fetch_forward(self.index, notes)
-        since = private.next_sequence_number()
-        places = {id(parameter): (slot, parameter) for slot in self.slots if (parameter := slot.get()) is not None}
         try:
-            with self._weights(visit, follows=notes is not None) as lent:
+            with self._weights(visit, follows=notes is not None) as (links, lent):
                 del visit
-                with inner_checkpoints.seen_through(self.module_fqn):
+                call = self._begin_call(links) if notes is not None else None
+                with (
+                    inner_checkpoints.seen_through(self.module_fqn),
+                    contextlib.nullcontext() if call is None else call.computing(),
+                ):
                     output = self.inner()(*args, **kwargs)
-                if notes is not None:
-                    self._leave_tails([*places.values()], notes, output, since)
+                if call is not None and notes is not None:
+                    self._leave_tails(links, notes, call.counted(output))
             if notes is not None and any(lender.is_used for lender in lent):
                 notes.kept = None  # lenders bring the weights where they are used
             return output
-        except BaseException:
+        except BaseException as error:
             self.streamer.drop_ahead()
             if notes is not None:
                 notes.kept = None  # a traceback may hold the graph, and with it the copies
+            if isinstance(error, RuntimeError) and (reason := self._reason(error, args, kwargs)) is not None:
+                raise OffloadError(f"{self.module_fqn} {reason}; leave it out of parameter streaming") from error
             raise
+
+    def _reason(self, error: RuntimeError, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """What about streaming makes a forward fail; None if it is nothing that is known."""
+        if "change requires_grad flags of leaf variables" in str(error):
+            return "freezes or unfreezes its parameters in its forward, where copies stand in their place"
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if any(tensor.device.type == "cpu" != self.streamer.device.type and tensor.dim() > 0 for tensor in tensors):
+            return (
+                f"computes on {self.streamer.device} and is given tensors on the CPU: the model may send them to where "
+                "this layer's parameters are, which is the host while they are streamed"
+            )
+        return None
 
     def recompute(self, args: tuple[Any, ...], kwargs: dict[str, Any], region: Region) -> Any:
         notes: Expectation = region.notes
@@ -170,31 +203,53 @@ class StreamedForward(RecomputedForward):
                 self.streamer.following.know(parameters_in(self.slots))
             self._uses = Uses()
 
-    def _leave_tails(
-        self, places: list[tuple[Slot, torch.Tensor]], notes: Expectation, output: Any, since: int
-    ) -> None:
-        """Leave tails for parameters that this call uses more than once. See NOTE [order of sums] in sum_order.py."""
-        weights = [slot.get() for slot, _ in places]
-        again, tails = self.streamer.is_called_again(self.index), self.streamer.tails
-        several = self._uses.several(self.module, weights, output, since, is_called_again=again)
-        if self._uses.cast_twice:
+    def _begin_call(self, links: list[Link]) -> Call:
+        return self._uses.begin(
+            self.module,
+            [link.slot.get() for link in links],
+            shares_casts=any(link.lifetime is not None for link in links),
+            is_called_again=self.streamer.is_called_again(self.index),
+        )
+
+    def _leave_tails(self, links: list[Link], notes: Expectation, uses: Sequence[Use]) -> None:
+        """Leave tails and joints for later calls: see NOTE [order of sums] in sum_order.py and NOTE [casts] in
+        shared_casts.py."""
+        tails = self.streamer.tails
+        for link, use in zip(links, uses, strict=True):
+            parameter, weight = link.parameter, link.slot.get()
+            follows = parameter.requires_grad and tails.of(parameter) is not None
+            if self._leave_joint(link, notes, use):
+                weight, follows = link.end, follows and link.end is not None
+            if use.count > 1 or follows:
+                tails.leave(parameter, weight, notes)
+
+    def _leave_joint(self, link: Link, notes: Expectation, use: Use) -> bool:
+        """Leave the joint of a cast that later calls may share. Returns whether there is one."""
+        casts, joint = self.streamer.casts, link.joint
+        if joint is None and use.casts > 0:
+            joint = casts.new_joint(link.parameter, link.lifetime)
+        if joint is None:
+            return False
+        try:
+            is_left = casts.leave(link.parameter, joint, use, notes)
+        except CannotBeJoined:
             raise RuntimeError(
                 f"{self.module_fqn} uses a parameter more than once under autocast, whose gradients PyTorch adds up in "
                 "16 bits; those of a streamed layer would be added up in 32. Leave it out of parameter streaming"
-            )
-        if again and self._uses.is_cast:
-            self.streamer.say_that_casts_differ(self.module_fqn)
-        for position, ((_, parameter), weight) in enumerate(zip(places, weights, strict=True)):
-            follows = parameter.requires_grad and tails.of(parameter) is not None
-            if position in several or follows:
-                tails.leave(parameter, weight, notes)
+            ) from None
+        if is_left:
+            joint.tail = self.streamer.tails.tail_of(link.slot.get())
+        return is_left
 
     @contextlib.contextmanager
-    def _weights(self, visit: Visit, *, follows: bool = False) -> Iterator[list[Lender]]:
+    def _weights(self, visit: Visit, *, follows: bool = False) -> Iterator[tuple[list[Link], list[Lender]]]:
         """Put device copies in place of the parameters."""
+        places = {id(parameter): slot for slot in reversed(self.slots) if (parameter := slot.get()) is not None}
+        lifetime = self.streamer.casts.lifetime() if follows else None
+        links = [Link(parameter, places[id(parameter)], lifetime) for parameter in visit.parameters]
         weights = {
-            id(parameter): self._link(parameter, weight, follows=follows)
-            for parameter, weight in zip(visit.parameters, visit.weights(), strict=True)
+            id(link.parameter): self._link(link, position, weight, follows=follows)
+            for position, (link, weight) in enumerate(zip(links, visit.weights(), strict=True))
         }
         visit.arrivals = []  # the graph alone decides how long the copies live
         lent = [Lender.of(weight) for weight in weights.values()]
@@ -207,7 +262,7 @@ class StreamedForward(RecomputedForward):
                         slot.table()[slot.name] = weights[id(parameter)]
                 del weights
                 _refresh_flat_weights(real)
-                yield [lender for lender in lent if lender is not None]
+                yield links, [lender for lender in lent if lender is not None]
                 self._refuse_changed(loans)
             finally:
                 _put_back(real)
@@ -223,16 +278,38 @@ class StreamedForward(RecomputedForward):
                 "and a streamed layer would lose that; leave it out of parameter streaming"
             )
 
-    def _link(self, parameter: torch.Tensor, weight: torch.Tensor, *, follows: bool) -> torch.Tensor:
+    def _link(self, link: Link, position: int, weight: torch.Tensor, *, follows: bool) -> torch.Tensor:
+        """Return the weight with its place in the graph."""
         if not torch.is_grad_enabled():
             return weight
-        if not parameter.requires_grad:
-            Lender(weight, parameter, self.streamer).attach()
+        if not link.parameter.requires_grad:
+            Lender(weight, link.parameter, self.streamer).attach()
             return weight
-        tail = self.streamer.tails.of(parameter) if follows else None
-        linked = follow(tail, weight) if tail is not None else self._link_home(parameter, weight)
-        Lender(linked, parameter, self.streamer).attach()
+        if follows and self._uses.may_be_cast(position):
+            link.joint = self.streamer.casts.new_joint(link.parameter, link.lifetime)
+        if link.joint is None:
+            linked = self._link_end(link.parameter, weight, follows=follows)
+        else:
+            linked = self._link_joint(link, link.joint, weight)
+        Lender(linked, link.parameter, self.streamer).attach()
         return linked
+
+    def _link_joint(self, link: Link, joint: Joint, weight: torch.Tensor) -> torch.Tensor:
+        hollow, before = self.streamer.tails.hollow(weight), joint.before
+        if before is None or before.tail is None:
+            link.end = end = self._link_end(link.parameter, hollow, follows=True)
+        else:
+            before.rounding.is_on = True
+            end = follow(before.tail, hollow)
+        linked: torch.Tensor = Joining.apply(end, [weight], joint.rounding)  # type: ignore[no-untyped-call]
+        private.run_first(linked.grad_fn)
+        joint.is_placed = True
+        return linked
+
+    def _link_end(self, parameter: torch.Tensor, weight: torch.Tensor, *, follows: bool) -> torch.Tensor:
+        """Let the gradient go to the tail that an earlier call has left, or home."""
+        tail = self.streamer.tails.of(parameter) if follows else None
+        return self._link_home(parameter, weight) if tail is None else follow(tail, weight)
 
     def _link_home(self, parameter: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         passage = Passage(self.streamer, parameter, self.module_fqn)
