@@ -48,7 +48,7 @@ class Joint:
     """What tells this life of autocast's cache from others."""
     rounding: Rounding
     before: Joint | None = None
-    """That of the call before this one."""
+    """The joint of the call before this one."""
     tail: torch.Tensor | None = None
     """To its gradient the next call's is added. None: that cannot be, as autocast's cast is not all that the call uses
     the parameter for."""

@@ -108,7 +108,7 @@ class Link:
     slot: Slot
     """One of its places."""
     lifetime: Any = None
-    """That of autocast's cache, if autocast remembers casts in this call."""
+    """The lifetime of autocast's cache, if autocast remembers casts in this call."""
     joint: Joint | None = None
     """What its copy stands behind, if autocast may share its cast with other calls."""
     end: torch.Tensor | None = None
