@@ -30,7 +30,7 @@ CONTAINER_TYPES = (
     list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict, collections.Counter,
 )  # fmt: skip
 CONTAINER_KINDS = (collections.OrderedDict, dict, list, set, collections.deque)
-_FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "memscale", "simgpu"})
+_FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "memscale", "simgpu", "emucuda"})
 _PLAIN_KINDS = (
     types.SimpleNamespace, argparse.Namespace, queue.Queue, queue.LifoQueue, queue.PriorityQueue,
 )  # fmt: skip

@@ -44,7 +44,7 @@ from memscale._torch import harmless
 from memscale._torch.entries import is_own, is_plain_object, is_special
 from memscale._torch.messages import is_said_by_plain_logger
 
-OURS = frozenset({"memscale", "simgpu"})
+OURS = frozenset({"memscale", "simgpu", "emucuda"})
 _NEVER_MEMORY = harmless.words(
     "ImportError ModuleNotFoundError AttributeError KeyError IndexError LookupError TypeError ValueError "
     "StopIteration AssertionError ZeroDivisionError NameError UnicodeDecodeError OverflowError"
