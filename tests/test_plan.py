@@ -50,6 +50,29 @@ def test_files(tmp_path: pathlib.Path) -> None:
     assert Plan.load(str(tmp_path / "plan.json")) == PLAN
 
 
+def test_a_file_that_cannot_be_written_is_as_it_was(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plan.json"
+    PLAN.save(path)
+    write = pathlib.Path.write_text
+
+    def fill_the_disk(file: pathlib.Path, text: str, **options: Any) -> int:
+        write(file, text[:100], **options)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pathlib.Path, "write_text", fill_the_disk)
+    with pytest.raises(OSError, match="No space left"):
+        PLAN.save(path)
+    assert Plan.load(path) == PLAN
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_to_a_plan_stays_a_link(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "link.json").symlink_to(tmp_path / "plan.json")
+    PLAN.save(tmp_path / "link.json")
+    assert (tmp_path / "link.json").is_symlink()
+    assert Plan.load(tmp_path / "plan.json") == PLAN
+
+
 def test_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         PLAN.fits = False

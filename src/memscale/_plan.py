@@ -452,13 +452,13 @@ class Plan:
             executor.plan.save("plan.json")
 
         Args:
-            path: The file; what is there is overwritten.
+            path: The file; what is there is overwritten, as a whole or not at all.
 
         Raises:
             TypeError: `path` is no path.
             OSError: The file cannot be written.
         """
-        _path_of(path).write_text(self.to_json(), encoding="utf-8")
+        _write_whole(_path_of(path), self.to_json())
 
     @classmethod
     def load(cls, path: str | pathlib.Path) -> Plan:
@@ -483,6 +483,21 @@ class Plan:
         except UnicodeDecodeError as error:
             raise PlanError(f"{path} is not a plan: it is not a text file") from error
         return cls.from_json(text)
+
+
+def _write_whole(path: pathlib.Path, text: str) -> None:
+    """Whoever reads the file meanwhile, or a full disk, finds what was there. A pipe is written to as it is."""
+    file = path.resolve()
+    if file.exists() and not file.is_file():
+        file.write_text(text, encoding="utf-8")
+        return
+    unfinished = file.with_name(f"{file.name}.{os.getpid()}.unfinished")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, file)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def _path_of(path: object) -> pathlib.Path:

@@ -39,6 +39,16 @@ def test_a_saved_plan_is_executed() -> None:
     assert executor_of(model) is None
 
 
+def test_what_is_no_plan_leaves_the_one_in_force() -> None:
+    model = Mlp()
+    executor = execute(model, plan_of([Checkpoint("blocks.1")]))
+    before = executor.plan
+    with pytest.raises(TypeError, match=r"memscale\.Plan.*not NoneType"):
+        executor.apply(None)
+    assert executor.plan is before
+    executor.detach()
+
+
 def test_a_plan_for_another_model_leaves_no_trace() -> None:
     model = Mlp()
     before = snapshot(model)

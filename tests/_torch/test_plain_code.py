@@ -55,6 +55,7 @@ def test_models_of_plain_code_are_taken() -> None:
         nn.TransformerEncoderLayer(8, 2, 16),
         Model(lambda self, x: x * self.settings.scale, settings=types.SimpleNamespace(scale=2.0)),
         Model(lambda self, x: F.gelu(x) * 0.5),
+        Model(lambda self, x: x * x.new_empty(4).bernoulli_(0.5)),
     ):
         PlainModel(model)
 
@@ -115,7 +116,8 @@ REFUSED = {
     "iterator": (lambda: Model(lambda self, x: x * next(self.it), it=iter((1, 2))), "uses next"),
     "list": (lambda: Model(lambda self, x: x * self.sizes[0], sizes=[1, 2]), "which may change"),
     "tensor beside": (lambda: Model(lambda self, x: x + KEPT_TENSOR), "not registered"),
-    "in place": (lambda: Model(lambda self, x: x.add_(1)), "'add_'"),
+    "in place and unseen": (lambda: Model(lambda self, x: x.resize_(1)), "'resize_'"),
+    "told to need a gradient": (lambda: Model(lambda self, x: x.requires_grad_()), "'requires_grad_'"),
     "out": (lambda: Model(lambda self, x: torch.add(x, 1, out=x)), "'out'"),
     "names that are made up": (lambda: Model(lambda self, x: getattr(self, str(x.shape))(x)), "getattr"),
     "settings that answer": (lambda: Model(lambda self, x: x * self.s.a, s=Answering()), "__getattr__"),

@@ -143,6 +143,8 @@ class Executor:
 
     def apply(self, plan: Plan) -> None:
         """Put this plan in the place of the one before. All or nothing."""
+        if not isinstance(plan, Plan):
+            raise TypeError(f"a plan is a memscale.Plan, as executor.plan is, not {type(plan).__name__}")
         settings = self.settings.under(plan.conditions)
         if self.plan is None or not _does_the_same(self.plan, plan) or settings != self.settings:
             try:

@@ -30,7 +30,7 @@ CONTAINER_TYPES = (
     list, dict, set, collections.deque, collections.OrderedDict, collections.defaultdict, collections.Counter,
 )  # fmt: skip
 CONTAINER_KINDS = (collections.OrderedDict, dict, list, set, collections.deque)
-_FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "memscale", "simgpu"})
+_FOREIGN = frozenset({*sys.stdlib_module_names, "torch", "numpy", "memscale", "simgpu", "emucuda"})
 _PLAIN_KINDS = (
     types.SimpleNamespace, argparse.Namespace, queue.Queue, queue.LifoQueue, queue.PriorityQueue,
 )  # fmt: skip
@@ -272,8 +272,12 @@ def _slots_of(cls: type) -> list[Any]:
     return [slot for base in own for slot in vars(base).values() if isinstance(slot, types.MemberDescriptorType)]
 
 
+_ORDINARY = frozenset({"__validators__", "__class_validators__"})
+"""Special by their looks alone: what `huggingface_hub.dataclasses` gives to classes of configs. They are compared."""
+
+
 def is_special(name: str) -> bool:
-    return name.startswith("__") and name.endswith("__")
+    return name.startswith("__") and name.endswith("__") and name not in _ORDINARY
 
 
 def has_slots(cls: type) -> bool:
@@ -304,7 +308,9 @@ def _delete(owner: Any, name: str) -> None:
 
 
 class CachedCalls:
-    """How often a function under `functools.lru_cache` really ran. It cannot be taken back."""
+    """How often a function under `functools.lru_cache` really ran. It cannot be taken back, unless it never had."""
+
+    UNUSED = (0, 0, 0)
 
     def __init__(self, cache: Any) -> None:
         self.of = cache
@@ -315,7 +321,9 @@ class CachedCalls:
         return info.misses, info.currsize, info.hits if is_full else 0  # hits decide what a full one forgets next
 
     def put(self, before: Any) -> None:
-        raise RuntimeError("a call that was remembered cannot be forgotten alone")
+        if before != self.UNUSED:
+            raise RuntimeError("a call that was remembered cannot be forgotten alone")
+        self.of.cache_clear()
 
     def is_as(self, before: Any) -> bool:
         return bool(self.take() == before)

@@ -10,9 +10,11 @@ given. It keeps nothing, and asks nobody else: no clock, no file, no other threa
 """
 
 from __future__ import annotations
+import __future__
 
 import collections
 import contextvars
+import dataclasses
 import decimal
 import enum
 import fractions
@@ -41,7 +43,8 @@ _IMMUTABLE = (
     type(None), type(...), type(NotImplemented), int, float, complex, str, bytes, range, slice, decimal.Decimal,
     fractions.Fraction, re.Pattern, enum.Enum, torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format,
     torch.finfo, torch.iinfo, types.CodeType, types.GenericAlias, types.UnionType, typing.TypeVar,
-    operator.itemgetter, inspect.Signature, inspect.Parameter,
+    operator.itemgetter, inspect.Signature, inspect.Parameter, __future__._Feature,
+    type(dataclasses.MISSING),
 )  # fmt: skip
 _DESCRIPTORS = (types.GetSetDescriptorType, types.MemberDescriptorType)
 _ITERTOOLS = tuple(kind for kind in vars(itertools).values() if isinstance(kind, type))
@@ -93,7 +96,7 @@ INTROSPECTION = words(
     "cell_contents"
 )
 """Attributes that lead to other code's variables, or say how often a tensor was written to, which is not put back."""
-STORED_FLAGS = words("requires_grad default_factory names")
+STORED_FLAGS = words("default_factory names")
 """Attributes of tensors and containers that are not compared: code that sets them is not repeated."""
 _SPECIAL = words(
     "__init__ __new__ __code__ __class__ __name__ __qualname__ __module__ __doc__ __dict__ __version__ __file__ "
@@ -163,6 +166,8 @@ _REFUSED_PYTHON = {
 def is_immutable(value: Any) -> bool:
     """Whether it cannot change, and leads nowhere."""
     kind = type(value)
+    if kind is object:  # a mark: it is equal to itself alone
+        return True
     if isinstance(value, _IMMUTABLE) and (kind in _IMMUTABLE or not hasattr(value, "__dict__")):
         return True
     if isinstance(value, (enum.Enum, *_DESCRIPTORS)) or kind.__module__ in ("typing", "torch._C", "torch.return_types"):
@@ -190,7 +195,8 @@ def is_inert(value: Any) -> bool:
     kind = type(value)
     is_disabling = kind.__module__ == "torch._dynamo.eval_frame" and kind.__name__ == "DisableContext"
     is_grad_mode = kind in (torch.no_grad, torch.enable_grad)  # of a function that is decorated: it is copied when used
-    return kind in (logging.Logger, logging.RootLogger) or is_disabling or is_grad_mode
+    is_handle = kind is torch.utils.hooks.RemovableHandle
+    return kind in (logging.Logger, logging.RootLogger) or is_disabling or is_grad_mode or is_handle
 
 
 def is_defined_in_c(cls: type) -> bool:
@@ -227,7 +233,7 @@ def is_harmless_builtin(function: Any) -> bool:
         module = function.__module__ or getattr(owner, "__name__", "")
         return _is_harmless_function(module, name)
     if isinstance(owner, torch.Tensor):
-        return _is_seen_operator(name) or name in _TENSOR_METHODS
+        return is_operator(name) or name in _TENSOR_METHODS
     kind = owner if isinstance(owner, type) else type(owner)
     if _is_numpys(kind, "ndarray"):
         return name not in ("tofile", "dump", "setflags", "data", "resize")
@@ -241,7 +247,7 @@ def _is_numpys_generator(kind: type) -> bool:
 
 def _is_harmless_function(module: str, name: str) -> bool:
     if module == "torch" or module == "torch._C":
-        return _is_seen_operator(name) or name.startswith(_ASKING) or name in ("tensor", "_log_api_usage_once")
+        return is_operator(name) or name.startswith(_ASKING) or name in ("tensor", "_log_api_usage_once")
     if module.partition(".")[0] == "numpy":
         return not name.startswith(("set", "from", "save", "load", "mem")) and name != "tofile"
     if module in _TORCH_EXTENSIONS:
@@ -250,7 +256,7 @@ def _is_harmless_function(module: str, name: str) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _is_seen_operator(name: str) -> bool:
+def is_operator(name: str) -> bool:
     """Whether it is an operator of ATen, which gives tensors that it writes to a new version."""
     if name in _UNSEEN:
         return False
@@ -261,7 +267,7 @@ def _is_seen_operator(name: str) -> bool:
 def is_harmless_descriptor(value: Any) -> bool:
     """Whether a method as its class has it (`list.append`, `torch.Tensor.add_`) does nothing else."""
     if issubclass(value.__objclass__, torch.Tensor.__mro__[-2]):
-        return _is_seen_operator(value.__name__) or value.__name__ in _TENSOR_METHODS
+        return is_operator(value.__name__) or value.__name__ in _TENSOR_METHODS
     return is_harmless_type(value.__objclass__)
 
 

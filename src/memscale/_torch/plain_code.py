@@ -37,7 +37,7 @@ from memscale._torch.entries import is_own, is_special
 from memscale._torch.overrides import OWN_ATTRIBUTES, MethodOverride
 from memscale._torch.watched_run import OURS, NotComparable, name_of, uses_of
 
-LIBRARIES = frozenset({"transformers"})
+LIBRARIES = frozenset({"transformers", "diffusers", "peft", "huggingface_hub"})
 """Libraries whose models are tried with failing steps (tests/_planning/recovery/loop_programs.py)."""
 
 _STEPS = harmless.words(
@@ -313,8 +313,16 @@ def _refuse_tensor(tensor: torch.Tensor) -> None:
             _refuse("a parameter has a hook of others")
 
 
+def _is_shipped_function(hook: Any) -> bool:
+    """Whether it is a function of a known library that keeps nothing around it."""
+    is_bare = isinstance(hook, types.FunctionType) and not hook.__closure__ and not hook.__dict__
+    return is_bare and is_shipped(hook.__code__, hook.__globals__)
+
+
 def _refuse_hooks(owner: str, hooks: Mapping[int, Any]) -> None:
     for hook in hooks.values():
+        if _is_shipped_function(hook):
+            continue
         kind = hook if isinstance(hook, types.FunctionType) else type(hook)
         if is_own(kind.__module__) or kind.__module__.partition(".")[0] in ("functools", "builtins"):
             _refuse(f"{owner} has a hook of others")
@@ -350,4 +358,6 @@ def _is_plain_step(step: dis.Instruction, code: types.CodeType, *, is_inner: boo
 
 
 def _is_in_place(name: str, uses: Any) -> bool:
-    return name in uses.attributes and name.endswith("_") and not is_special(name)
+    """Whether it writes to a tensor in a way that gives it no new version: others are seen where they matter, as all
+    tensors that plain code can reach, and that outlive a forward, are the model's or the batch's."""
+    return name in uses.attributes and name.endswith("_") and not is_special(name) and not harmless.is_operator(name)

@@ -13,6 +13,7 @@ import array
 import collections
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import importlib.util
 import random
@@ -55,8 +56,20 @@ from memscale._torch.entries import (
     is_special,
     is_state_of,
 )
+from memscale._torch.messages import says_once
+from memscale._torch.plain_code import is_shipped
 from memscale._torch.snapshots import ABSENT, is_generator
-from memscale._torch.watched_run import OURS, RESETS, NotComparable, Uses, Watch, calls_something, name_of, uses_of
+from memscale._torch.watched_run import (
+    OURS,
+    RESETS,
+    SETTERS,
+    NotComparable,
+    Uses,
+    Watch,
+    calls_something,
+    name_of,
+    uses_of,
+)
 
 Found: TypeAlias = Callable[[type, Any], Entry | None]
 """Asks for the entry of a kind that was compared, or put back, of an object."""
@@ -89,12 +102,18 @@ _REBOUND = (type, types.FunctionType, types.BuiltinFunctionType, staticmethod, c
 _SEEN = types.BuiltinFunctionType
 """What is seen when it is called (`Watch`)."""
 _SKIPPED = frozenset({"_abc_impl"})
+_SETTING = frozenset({"huggingface_hub.dataclasses.__strict_setattr__"})
+"""Functions that are the `__setattr__` of a class, and hand on what they are given."""
+_OF_FIELDS = frozenset(dataclasses.Field.__slots__)
+"""What the description of a dataclass's field has. No code that ran may store it."""
 
 
 def refuse_unknown(watch: Watch, model: nn.Module, found: Found) -> None:
     """Raise `NotComparable` unless all that ran, and all that it could reach, is known."""
     if watch.reasons:
         raise NotComparable(watch.reasons[0])
+    if any(issubclass(kind, type | torch.Tensor) for kind in watch.set_by_any_name):
+        raise NotComparable("a class or a tensor stores its attributes by names that are not in the code")
     _refuse_threads(watch)
     for code, namespace in list(watch.own.items()):
         _refuse_ways(code, namespace)
@@ -127,6 +146,8 @@ def _refuse_ways(code: types.CodeType, namespace: dict[str, Any]) -> None:
         )
     if hidden := uses.attributes & harmless.HIDDEN_WRITES:
         raise NotComparable(f"{name} uses {min(hidden)!r} of a tensor, by which it may be written to unseen")
+    if uses.sets_any:
+        raise NotComparable(f"{name} sets attributes by names that are not in its code")
     if hooks := uses.attributes & _HOOK_TABLES:
         raise NotComparable(f"{name} uses {min(hooks)!r} of a module")
 
@@ -139,7 +160,8 @@ class _Reach:
         self._parts = {id(part) for part in model.modules()}
         self._registered = {id(each) for each in (*model.parameters(), *model.buffers())}
         used = [uses_of(code) for code in watch.own]
-        self._stored = frozenset().union(*(uses.stored_attributes for uses in used))
+        self._stored = frozenset(watch.stored_by_call).union(*(uses.stored_attributes for uses in used))
+        self._flagged = {id(tensor) for each in watch.flagged if (tensor := each()) is not None}
         self._stored_on_classes = watch.stored_on_classes.union(*(uses.stored_elsewhere for uses in used))
         self._attributes = frozenset().union(*(uses.attributes for uses in used))
         said = [self._attributes, *(uses.globals | uses.texts for uses in used)]
@@ -147,6 +169,9 @@ class _Reach:
         self._names = frozenset().union(*said)
         self._stored_anywhere = self._stored.union(*(uses.stored_globals for uses in used))
         self._settable = self._stored_on_classes - harmless.ATTRIBUTES_OF_TENSORS
+        self._writes_tables = any(
+            uses_of(code).writes_tables and not is_shipped(code, namespace) for code, namespace in watch.own.items()
+        )
         self._is_dynamic = any((uses.attributes | uses.globals) & _DYNAMIC for uses in used)
         self._seen: set[int] = set()
         self._alive: list[Any] = []
@@ -168,6 +193,8 @@ class _Reach:
         named = {name for uses in used for name in uses.attributes | uses.globals}
         if self._loose and any(part in name for name in named for part in _STATISTICS):
             raise NotComparable(f"{self._loose[0]} holds a tensor that may be written to unseen")
+        if self._loose and "requires_grad" in self._stored:
+            raise NotComparable(f"{self._loose[0]} holds a tensor that may have been told to need a gradient")
 
     def _refuse_code_from_elsewhere(self) -> None:
         """Code that ran must have been found, or be of a function inside of such code."""
@@ -210,16 +237,20 @@ class _Reach:
                 self._visit_variable(namespace, each, name, uses)
             elif each in builtins and not (each in uses.called and isinstance(builtins[each], _SEEN)):
                 self._wait(builtins[each], name)
-        for dots, module in uses.imports:
+        for dots, module, taken in uses.imports:
             full = importlib.util.resolve_name("." * dots + module, namespace.get("__package__") or None)
-            for path in {full} if dots else {full, full.partition(".")[0]}:  # the package is bound by `import a.b`
-                if path in sys.modules:
+            # The package is bound by `import a.b`.
+            for path in {full} if dots or taken else {full, full.partition(".")[0]}:
+                if path in sys.modules and taken and path == full:
+                    self._visit_taken(sys.modules[path], taken, uses, name)
+                elif path in sys.modules:
                     self._visit_module(sys.modules[path], uses if path == full else _named_by(uses), name, set())
 
     def _visit_variable(self, namespace: dict[str, Any], each: str, name: str, uses: Uses) -> None:
         value = namespace.get(each)
         if isinstance(value, types.ModuleType) and each not in uses.stored_globals:
-            self._visit_module(value, uses, name, set())
+            if not self._visit_chains(value, each, uses, name):
+                self._visit_module(value, uses, name, set())
             return
         is_constant = harmless.is_immutable(value) and each not in self._stored_anywhere
         if not is_constant and (not isinstance(value, CODE) or each in uses.stored_globals):
@@ -228,6 +259,40 @@ class _Reach:
             if entry is None or is_rebound or each not in entry.names:  # type: ignore[attr-defined]
                 raise NotComparable(f"{name} uses {each!r}, which had not been found before it ran")
         self._wait_verified(value, f"{name}: {each}")
+
+    def _visit_chains(self, module: types.ModuleType, each: str, uses: Uses, name: str) -> bool:
+        """Visit what code reads from a Python module, and from those in it, if it does no more with any of them than
+        to read attributes at once: then nobody else is handed one of them, and nobody asks it for all of its names."""
+        read: list[tuple[types.ModuleType, str]] = []
+        for chain in uses.chains:
+            place: Any = module if chain[0] == each else None
+            for attribute in chain[1:]:
+                if isinstance(place, types.ModuleType):
+                    read.append((place, attribute))
+                    place = vars(place).get(attribute)
+            if isinstance(place, types.ModuleType):
+                return False
+        for owner, attribute in read:
+            self._visit_read(owner, attribute, uses, name)
+        return True
+
+    def _visit_taken(self, module: types.ModuleType, taken: Iterable[str], uses: Uses, name: str) -> None:
+        """What code takes from a Python module by `from ... import`."""
+        for each in taken:
+            value = vars(module).get(each)
+            if isinstance(value, types.ModuleType):
+                self._visit_module(value, uses, name, set())
+            else:
+                self._visit_read(module, each, uses, name)
+
+    def _visit_read(self, module: types.ModuleType, each: str, uses: Uses, name: str) -> None:
+        namespace, value = vars(module), vars(module).get(each)
+        if each not in namespace or isinstance(value, types.ModuleType):
+            return
+        if is_own(module.__name__):
+            self._visit_variable(namespace, each, f"{name}: {module.__name__}", uses)
+        else:
+            self._wait(value, f"{name}: {module.__name__}.{each}")
 
     def _visit_module(self, module: types.ModuleType, uses: Uses, name: str, seen: set[int]) -> None:
         """What code reads, or writes, by the names of a Python module."""
@@ -303,6 +368,8 @@ class _Reach:
             self._wait_all([*(definitions_in(value) or ()), kind], where)
         elif is_plain_object(value):
             self._visit_object(value, where)
+        elif kind is dataclasses.Field and not (self._stored & _OF_FIELDS or value.metadata):
+            self._wait_all([value.default, value.default_factory], where)
         elif kind is weakref.ref and id(value()) in self._registered and value.__callback__ is None:
             return  # an LSTM has such of its parameters
         elif harmless.is_inert(value):
@@ -313,6 +380,8 @@ class _Reach:
     def _visit_extras(self, value: Any, where: str, known: Iterable[str]) -> None:
         """Attributes that own code may have given to an object of others: nobody compares them."""
         extras = {name: each for name, each in getattr(value, "__dict__", {}).items() if name not in frozenset(known)}
+        if self._writes_tables and not harmless.is_inert(value) and not all(map(is_special, extras)):
+            raise NotComparable(f"{where} may write to the attributes of an object of type {type(value).__name__}")
         if changed := self._stored & extras.keys():
             raise NotComparable(f"{where} may write to {min(changed)!r} of an object of type {type(value).__name__}")
         self._wait_all((each for name, each in extras.items() if name in self._attributes), where)
@@ -322,6 +391,8 @@ class _Reach:
             raise NotComparable(
                 f"{where} holds a tensor of inference mode, of which it is not known when it is written to"
             )
+        if id(tensor) in self._flagged:
+            raise NotComparable(f"{where} holds a tensor that was told to need a gradient")
         if id(tensor) not in self._registered:
             self._loose.append(where)
             if id(tensor) not in self._verified and self._found(TensorNote, tensor) is None:
@@ -443,7 +514,8 @@ class _Reach:
             if self._found(Attributes, value) is None:
                 _refuse(where, value)
             for name, each in list(vars(value).items()):
-                if name in self._stored and isinstance(each, CODE):  # which is not put back
+                may_be_stored = name in self._stored or kind in self._watch.set_by_any_name
+                if may_be_stored and isinstance(each, CODE):  # which is not put back
                     raise NotComparable(f"{where} may bind {name!r} of an object anew")
                 if self._is_named(name):
                     self._wait_verified(each, f"{where}.{name}")
@@ -461,11 +533,15 @@ class _Reach:
             if not isinstance(value.__self__, types.ModuleType | type(None)):
                 self._wait(value.__self__, where)
         elif isinstance(value, types.MethodWrapperType):
+            _refuse_setter(value, where)
             self._wait(value.__self__, where)
         elif isinstance(value, types.MethodDescriptorType | types.WrapperDescriptorType):
+            _refuse_setter(value, where)
             if not harmless.is_harmless_descriptor(value):
                 _refuse(where, value)
         elif isinstance(value, LruCache):
+            if says_once(value):
+                return True
             if self._found(CachedCalls, value) is None:
                 _refuse(where, value)
             self._wait_all(definitions_in(value) or (), where)
@@ -494,6 +570,12 @@ class _Reach:
             _refuse(where, value)
         if self._found(kind, value) is None:
             _refuse(where, value)
+
+
+def _refuse_setter(value: Any, where: str) -> None:
+    """`object.__setattr__` as a value: what it sets is not in the code."""
+    if value.__name__ in SETTERS and where not in _SETTING:
+        raise NotComparable(f"{where} holds {value.__qualname__}, which sets attributes by any name")
 
 
 def _refuse(where: str, value: Any) -> None:

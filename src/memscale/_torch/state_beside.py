@@ -15,7 +15,8 @@ generators, small arrays and attributes of plain objects, slots included.
 NOTE [what was loaded stays]: a name that is bound to a function, a class or a module by then is left so: code that was
 loaded is loaded, and whoever loaded it may remember that where we do not see it. For the same reason an `lru_cache`
 that was filled is emptied if anything else had to be put back: what its function has set up is gone. So is one that
-remembers a container or an object by then: what has changed in there is known to nobody else.
+remembers a container or an object by then: what has changed in there is known to nobody else. Messages that are shown
+once are not shown again (messages.py).
 
 Known limits: iterators, Python generators, `queue.SimpleQueue` and context variables that held nothing cannot be set
 back; names that code makes up (`globals()[name]`, `setattr`), memory of extension modules, thread-locals, weak
@@ -64,6 +65,7 @@ from memscale._torch.entries import (
     is_state_of,
     remembered_by,
 )
+from memscale._torch.messages import says_once
 from memscale._torch.snapshots import is_generator
 
 _MAX_VISITED = 20_000
@@ -128,7 +130,8 @@ class Beside:
             for entry, state in changed:
                 entry.put(state)
             for cache, known in zip(self.lru_caches, misses, strict=True):
-                if cache.cache_info().misses != known and (changed or _remembers_state(cache)):
+                is_filled = cache.cache_info().misses != known and not says_once(cache)
+                if is_filled and (changed or _remembers_state(cache)):
                     cache.cache_clear()  # see NOTE [what was loaded stays]
 
     # ---- looking

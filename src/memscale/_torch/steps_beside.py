@@ -57,10 +57,12 @@ from memscale._torch.entries import (
     ContextValue,
     Entry,
     TensorNote,
+    Variables,
     cell_contents,
     holds_scalars,
     is_small_array,
 )
+from memscale._torch.messages import says_once
 from memscale._torch.reach import refuse_unknown
 from memscale._torch.snapshots import ABSENT, version_of
 from memscale._torch.state_beside import MAX_ELEMENTS, Beside
@@ -170,8 +172,8 @@ class _State:
         return _State(self.entry)
 
     def leads_to_tensors(self, known: frozenset[int]) -> bool:
-        owner = self.entry.of
-        is_alive_anyway = isinstance(owner, (*CODE, nn.Module)) or _is_namespace(owner)
+        owner = self.entry.of  # Python modules, whose variables are entries, live anyway
+        is_alive_anyway = isinstance(owner, (*CODE, nn.Module)) or isinstance(self.entry, Variables)
         return not is_alive_anyway and _leads_to_tensors(owner, known)
 
     def is_now(self) -> bool:
@@ -185,7 +187,9 @@ class _State:
 
     def is_lost(self) -> bool:
         """Whether something that it held is gone, and cannot be put back."""
-        if isinstance(self.entry, CachedCalls) or _is_set(self.entry):
+        if isinstance(self.entry, CachedCalls):
+            return bool(self._state != CachedCalls.UNUSED)
+        if _is_set(self.entry):
             return True
         if isinstance(self.entry, ContextValue) and self._state[0].get() is ABSENT:
             return True
@@ -207,10 +211,6 @@ def _taken(entry: Entry) -> Any:
     """What it holds now: several values, or a copy. A variable holds one value, which may be a container itself."""
     state = entry.take()
     return [state] if isinstance(entry, _SINGLE) else state
-
-
-def _is_namespace(owner: Any) -> bool:
-    return isinstance(owner, dict) and "__builtins__" in owner
 
 
 def _map(function: Callable[[Any], Any], state: Any) -> Any:
@@ -264,9 +264,13 @@ class StepsBeside:
         """What everything held at the first forward."""
         self._moving: set[_Key] = set()
         """What changes."""
+        self._settled: dict[_Key, tuple[int, _State]] = {}
+        """What of it held something else at the last look than at the one before: at which forward, and what."""
         self._tensors: dict[int, TensorNote] = {}
         """Tensors that were there at the first forward."""
         self._num_forwards = 0
+        self._sayings: frozenset[types.CodeType] = frozenset()
+        """The functions that say something once (messages.py)."""
         self._watch = Watch()
 
     def before(self) -> Taken:
@@ -278,6 +282,7 @@ class StepsBeside:
         if self._num_forwards & (self._num_forwards - 1) == 0:
             self._moving.update(self._changed())
             self._drop_tensors()
+            self._note_settled(self._moving)
         taken = Taken({key: self._first[key].again() for key in self._moving})
         num_elements = sum(state.num_elements for state in taken.before.values())
         if num_elements > MOST_NOTED:
@@ -289,13 +294,26 @@ class StepsBeside:
             self._drop_tensors()
         changed = [key for key in (taken.before if self._num_forwards > 1 else self._changed()) if key in self._first]
         taken.after = {key: self._first[key].again() for key in changed}
+        if self._num_forwards == 1:
+            self._note_settled(changed)
+
+    def _note_settled(self, keys: Iterable[_Key]) -> None:
+        for key in keys:
+            if key in self._first and (key not in self._settled or not self._settled[key][1].is_now()):
+                self._settled[key] = self._num_forwards, self._first[key].again()
 
     def _look(self) -> None:
         beside, inside = self._beside(), Beside.inside(self._attributes())
-        found = [*_entries_of(beside), *_entries_of(inside)]
+        found = [*self._entries_of(beside), *self._entries_of(inside)]
         self._tensors = {id(tensor): TensorNote(tensor) for tensor in (*beside.tensors, *inside.tensors)}
         self._first = {_key(entry): _State(entry) for entry in found}
         self._drop_tensors()
+
+    def _entries_of(self, beside: Beside) -> list[Entry]:
+        sayings = [cache for cache in beside.lru_caches if says_once(cache)]
+        self._sayings = self._sayings.union(cache.__wrapped__.__code__ for cache in sayings)
+        others = [cache for cache in beside.lru_caches if not any(cache is each for each in sayings)]
+        return [*beside.entries, *map(CachedCalls, others)]
 
     def _beside(self) -> Beside:
         model = self._model()
@@ -330,9 +348,16 @@ class StepsBeside:
         self._refuse_unknown()
 
     def refuse_moving(self, taken: Taken) -> None:
-        """Raise `NotComparable` if anything beside the model changes from one forward to the next."""
-        if self._moving or any(not state.is_now() for state in taken.before.values()):
+        """Raise `NotComparable` if anything beside the model changes from one forward to the next. What the first
+        forward fills in is put back, if it is that one which failed, and has stayed as it was since, if it is not."""
+        is_first = self._num_forwards == 1
+        has_changed = not is_first and any(not state.is_now() for state in taken.before.values())
+        if has_changed or not all(map(self._has_settled, self._moving)):
             raise NotComparable("Python state beside the model changes in its steps (see recover_from_oom=True)")
+
+    def _has_settled(self, key: _Key) -> bool:
+        number, state = self._settled.get(key, (self._num_forwards, None))
+        return state is not None and number < self._num_forwards and state.is_now()
 
     @property
     def code_that_ran(self) -> dict[types.CodeType, dict[str, Any]]:
@@ -346,7 +371,7 @@ class StepsBeside:
                 "an attribute of the model holds what cannot be compared: an iterator for example, a large array, or a "
                 f"container of more than {MAX_ELEMENTS:,} elements"
             )
-        found = [*_entries_of(self._beside()), *_entries_of(inside)]
+        found = [*self._entries_of(self._beside()), *self._entries_of(inside)]
         if any(_key(entry) not in self._first for entry in found):
             self.forget()
             raise NotComparable("there is state beside the model that holds tensors, or was not there at first")
@@ -376,7 +401,7 @@ class StepsBeside:
         `backward_of`: also in the thread in which autograd computes for this device, and together with the forward
         before: what is computed again there is called with objects that the forward has made.
         """
-        watch = self._watch = Watch() if backward_of is None else self._watch
+        watch = self._watch = Watch(self._sayings) if backward_of is None else self._watch
         with watch.here() if backward_of is None else watch.in_backward_of(backward_of):
             yield functools.partial(self._refuse_code, watch)
 
@@ -393,10 +418,6 @@ class StepsBeside:
             return cast(Entry, note) if is_as_noted else None
         state = self._first.get((kind, id(owner)))
         return None if state is None or state.entry.of is not owner else state.entry
-
-
-def _entries_of(beside: Beside) -> list[Entry]:
-    return [*beside.entries, *map(CachedCalls, beside.lru_caches)]
 
 
 def _put(states: dict[_Key, _State]) -> None:

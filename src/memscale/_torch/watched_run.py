@@ -32,16 +32,19 @@ import dis
 import functools
 import itertools
 import sys
+import threading
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from memscale._torch import harmless
-from memscale._torch.entries import is_own
+from memscale._torch.entries import is_own, is_plain_object, is_special
+from memscale._torch.messages import is_said_by_plain_logger
 
-OURS = frozenset({"memscale", "simgpu"})
+OURS = frozenset({"memscale", "simgpu", "emucuda"})
 _NEVER_MEMORY = harmless.words(
     "ImportError ModuleNotFoundError AttributeError KeyError IndexError LookupError TypeError ValueError "
     "StopIteration AssertionError ZeroDivisionError NameError UnicodeDecodeError OverflowError"
@@ -56,9 +59,21 @@ class NotComparable(RuntimeError):
 
 
 class Watch:
-    """Notes which code runs. It is a profile function (`sys.setprofile`) of one thread, or of several."""
+    """Notes which code runs. It is a profile function (`sys.setprofile`) of one thread, or of several.
 
-    def __init__(self) -> None:
+    `sayings`: functions that say something once. What goes on inside of them is not looked at (messages.py).
+    """
+
+    def __init__(self, sayings: frozenset[types.CodeType] = frozenset()) -> None:
+        self._sayings = sayings
+        self._saying: dict[int, types.FrameType] = {}
+        """By thread."""
+        self.stored_by_call: set[str] = set()
+        """Attributes that were stored, or deleted, by `setattr` and `delattr`."""
+        self.set_by_any_name: set[type] = set()
+        """The types of objects that store their attributes by names which are not in the code."""
+        self.flagged: list[weakref.ref[torch.Tensor]] = []
+        """Tensors that were told to need a gradient."""
         self.own: dict[types.CodeType, dict[str, Any]] = {}
         """Code that is not PyTorch's, NumPy's, the standard library's or ours, and its variables."""
         self.others: dict[types.CodeType, str] = {}
@@ -97,7 +112,12 @@ class Watch:
         sys.setprofile(self)
 
     def __call__(self, frame: types.FrameType, event: str, called: Any) -> None:
-        if event == "call":
+        if self._saying and threading.get_ident() in self._saying:
+            if event == "return" and frame is self._saying[threading.get_ident()]:
+                del self._saying[threading.get_ident()]
+        elif event == "call" and frame.f_code in self._sayings and is_said_by_plain_logger(frame):
+            self._saying[threading.get_ident()] = frame
+        elif event == "call":
             caller = frame.f_back
             if self._owns(frame):
                 self._note_own(frame)
@@ -105,8 +125,27 @@ class Watch:
                 self._note_other(frame, self._owns(caller))
         elif event == "return" and self._entered.pop(id(frame), None) not in (None, _num_allocations()):
             self.reasons.append(f"{name_of(frame.f_code, frame.f_globals)} may handle errors itself")
-        elif event == "c_call" and self._owns(frame) and not harmless.is_harmless_builtin(called):
+        elif event == "c_call" and self._owns(frame) and not self._is_known(frame, called):
             self._refuse(frame, getattr(called, "__qualname__", called.__name__))
+
+    def _is_known(self, frame: types.FrameType, called: Any) -> bool:
+        return harmless.is_harmless_builtin(called) or self._is_noted(frame, called)
+
+    def _is_noted(self, frame: types.FrameType, called: Any) -> bool:
+        """Whether a call changes something that is looked at when all is over: an attribute, or a tensor's flag."""
+        owner = called.__self__
+        if called.__name__ == "requires_grad_" and isinstance(owner, torch.Tensor):
+            self.flagged.append(weakref.ref(owner))
+            return True
+        if called is not setattr and called is not delattr:
+            return False
+        owner, name = _passed_on(frame) or (None, None)
+        if not isinstance(name, str) or is_special(name) or name in harmless.STORED_FLAGS:
+            return False
+        if isinstance(owner, type | torch.Tensor) or not is_plain_object(owner):
+            return False
+        self.stored_by_call.add(name)
+        return True
 
     def _note_own(self, frame: types.FrameType) -> None:
         uses = uses_of(frame.f_code)
@@ -114,6 +153,8 @@ class Watch:
         if uses.catches or uses.cleans_up:
             self._entered.setdefault(id(frame), _num_allocations())
         if uses.stored_attributes:
+            if OF_SELF in uses.stored_attributes:
+                self.set_by_any_name.add(type(_first_of(frame)))
             kinds = list(map(type, frame.f_locals.values()))
             if any(issubclass(kind, types.ModuleType) for kind in kinds):
                 self.reasons.append(f"{name_of(frame.f_code, frame.f_globals)} is given a Python module")
@@ -142,6 +183,28 @@ class Watch:
         return found[0]
 
 
+def _passed_on(frame: types.FrameType) -> tuple[Any, Any] | None:
+    """The object and the name which a frame hands to `setattr` or `delattr`; None where they are computed in the call
+    itself."""
+    steps = [step for step in dis.get_instructions(frame.f_code) if step.opname not in ("CACHE", "PRECALL")]
+    place = next((k for k, step in enumerate(steps) if step.offset >= frame.f_lasti and _is_call(step)), 0)
+    passed: list[Any] = []
+    for step in reversed(steps[:place]):
+        if step.opname == "LOAD_CONST":
+            passed.insert(0, step.argval)
+        elif step.opname.startswith(_LOADS):
+            passed[:0] = [frame.f_locals.get(name) for name in _variables_of(step)]
+        elif step.opname == "LOAD_GLOBAL" and step.argval in ("setattr", "delattr"):
+            return (passed[0], passed[1]) if len(passed) == 2 + (step.argval == "setattr") else None
+        elif step.opname != "PUSH_NULL":
+            return None
+    return None
+
+
+def _is_call(step: dis.Instruction) -> bool:
+    return step.opname in ("CALL", "CALL_FUNCTION")
+
+
 def _num_allocations() -> int:
     """How often memory of the current device was allocated so far; another number each time where that is not known."""
     known = torch.accelerator.memory_stats().get("allocation.all.allocated")
@@ -149,6 +212,12 @@ def _num_allocations() -> int:
 
 
 _UNKNOWN = itertools.count(-1, -1)
+
+
+def _first_of(frame: types.FrameType) -> Any:
+    """What a method was called on."""
+    names = frame.f_code.co_varnames
+    return frame.f_locals.get(names[0]) if names else None
 
 
 def _is_inner(name: str) -> bool:
@@ -193,8 +262,8 @@ class Uses(NamedTuple):
     """Attributes that it stores on something else than what it was given: on a Python module for example."""
     stored_around: frozenset[str]
     """Variables of functions around it."""
-    imports: tuple[tuple[int, str], ...]
-    """How many dots, and the module."""
+    imports: tuple[tuple[int, str, tuple[str, ...]], ...]
+    """How many dots, the module, and the names that are taken from it; none where the module itself is."""
     texts: frozenset[str]
     called: frozenset[str]
     """Globals that it calls where it reads them, and does nothing else with: if it does, the call is seen."""
@@ -202,6 +271,12 @@ class Uses(NamedTuple):
     """See NOTE [errors that are handled]."""
     cleans_up: bool
     """A `finally` of it may do other things after a failure than without one."""
+    chains: frozenset[tuple[str, ...]] = frozenset()
+    """Globals that it reads, each with the attributes that it reads from it at once: `("torch", "nn", "Linear")`."""
+    sets_any: bool = False
+    """It calls a class's `__setattr__` or `__delattr__` itself, with a name that is not in the code."""
+    writes_tables: bool = False
+    """It has the dictionary of an object's attributes, and changes one."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -217,7 +292,7 @@ def uses_of(code: types.CodeType) -> Uses:
             elif kind in ("GLOBAL", "NAME", "FROM_DICT_OR_GLOBALS") and step.opname != "IMPORT_NAME":
                 names.setdefault("globals", set()).add(step.argval)
     imports = tuple(
-        (int(steps[place - 2].argval or 0), str(step.argval))
+        (int(steps[place - 2].argval or 0), str(step.argval), tuple(steps[place - 1].argval or ()))
         for place, step in enumerate(steps)
         if step.opname == "IMPORT_NAME"
     )
@@ -225,19 +300,72 @@ def uses_of(code: types.CodeType) -> Uses:
         kind: frozenset(names.get(f"STORE_{kind}", set()) | names.get(f"DELETE_{kind}", set()))
         for kind in ("GLOBAL", "ATTR", "DEREF")
     }
+    set_by_name = frozenset(name for name in _set_by_name(code, steps) if name is not None)
     return Uses(
         frozenset(names.get("globals", ())),
         frozenset(names.get("attributes", ())),
         stored["GLOBAL"],
-        stored["ATTR"],
-        _stored_elsewhere(code, steps),
+        stored["ATTR"] | set_by_name,
+        _stored_elsewhere(code, steps) | set_by_name,
         stored["DEREF"] & frozenset(code.co_freevars),
         imports,
         frozenset(_texts_in(code.co_consts)),
         _called(steps),
         _catches(steps),
         _cleans_up(steps),
+        frozenset(_chains(steps)),
+        None in _set_by_name(code, steps),
+        bool({"__dict__", "vars"} & {step.argval for step in steps if isinstance(step.argval, str)})
+        and any(step.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") or step.argval in _WRITES for step in steps),
     )
+
+
+def _chains(steps: list[dis.Instruction]) -> Iterator[tuple[str, ...]]:
+    steps = [step for step in steps if step.opname != "CACHE"]
+    for place, step in enumerate(steps):
+        if step.opname.startswith("LOAD_") and step.opname.endswith(("GLOBAL", "NAME")):
+            read = itertools.takewhile(lambda each: each.opname in ("LOAD_ATTR", "LOAD_METHOD"), steps[place + 1 :])
+            yield (step.argval, *(each.argval for each in read))
+
+
+def _set_by_name(code: types.CodeType, steps: list[dis.Instruction]) -> set[str | None]:
+    """The names that it hands to a class's `__setattr__` or `__delattr__`; None among them for one that is not known.
+    In methods of that name it may be the name that they were given: who stores an attribute has it in his code."""
+    steps = [step for step in steps if step.opname not in ("CACHE", "PUSH_NULL")]
+    found: set[str | None] = set()
+    for place, step in enumerate(steps):
+        if step.argval in SETTERS and step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
+            passed = list(
+                itertools.takewhile(lambda each: each.opname.startswith(_LOADS), steps[place + 1 : place + 3])
+            )
+            constants = [each.argval for each in passed if each.opname == "LOAD_CONST"]
+            variables = [name for each in passed if each.opname != "LOAD_CONST" for name in _variables_of(each)]
+            own = list(code.co_varnames[:2])
+            is_handed_on = code.co_name in SETTERS and (variables == own or variables[:1] == own[1:])
+            if _is_of_super(steps, place) and not constants:
+                found.add(OF_SELF)
+            elif not is_handed_on:
+                found.add(constants[0] if constants and isinstance(constants[0], str) else None)
+    return found
+
+
+def _is_of_super(steps: list[dis.Instruction], place: int) -> bool:
+    """Whether an attribute is read of `super()`."""
+    before = [step for step in steps[max(0, place - 3) : place] if step.opname != "PRECALL"][-2:]
+    is_called = [step.opname for step in before] in (["LOAD_GLOBAL", "CALL"], ["LOAD_GLOBAL", "CALL_FUNCTION"])
+    is_asked = is_called and before[0].argval == "super" and not before[1].arg
+    return is_asked or steps[place].opname == "LOAD_SUPER_ATTR"
+
+
+def _variables_of(step: dis.Instruction) -> list[Any]:
+    return list(step.argval) if isinstance(step.argval, tuple) else [step.argval]
+
+
+_WRITES = frozenset({"update", "setdefault", "pop", "popitem", "clear", "__setitem__", "__delitem__"})
+SETTERS = ("__setattr__", "__delattr__")
+OF_SELF = "any attribute of the object itself"
+"""Stands for the name where `super().__setattr__(name, value)` stores it."""
+_LOADS = ("LOAD_FAST", "LOAD_CONST", "LOAD_DEREF")
 
 
 def _called(steps: list[dis.Instruction]) -> frozenset[str]:

@@ -12,7 +12,7 @@ from torch import nn
 import memscale
 import simgpu
 from tests import lanes
-from tests._planning.recovery import odd_places
+from tests._planning.recovery import odd_memos, odd_places
 from tests._planning.recovery.odd_programs import PROGRAMS, Odd
 from tests.techniques.offload.runs import DEVICE
 
@@ -27,6 +27,7 @@ REPEATED = (
     "simple_namespace", "derived_dictionary", "abstract_class", "context_manager_function", "quiet_log",
     "attribute_of_an_enumeration", "loss_without_weights", "copied_object", "random_state_that_is_seeded",
     *odd_places.REPEATED,
+    *odd_memos.REPEATED,
 )  # fmt: skip
 """Those that are worth it: counters, lists and generators of one's own are common in forwards."""
 
@@ -56,8 +57,8 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-def trained(name: str, fails_in: str | None) -> tuple[list[Any], str | None]:
-    """What came out of some steps, of which the last may run out of memory; and what was said if it was refused."""
+def trained(name: str, fails_in: str | None, failing_step: int = NUM_STEPS - 1) -> tuple[list[Any], str | None]:
+    """What came out of some steps, of which one may run out of memory; and what was said if it was refused."""
     odd, seen = PROGRAMS[name]()
     torch.manual_seed(1)
     model, x = Model(odd).to(DEVICE), torch.randn(8, 16).to(DEVICE)
@@ -67,7 +68,7 @@ def trained(name: str, fails_in: str | None) -> tuple[list[Any], str | None]:
     try:
         for step in range(NUM_STEPS):
             torch.manual_seed(10 + step)
-            fault = simgpu.fail_allocation(FAILING[fails_in]) if fails_in and step == NUM_STEPS - 1 else None
+            fault = simgpu.fail_allocation(FAILING[fails_in]) if fails_in and step == failing_step else None
             found.append(one_step(model, x + step, fault, fails_in))
     except torch.OutOfMemoryError as error:
         return [], str(error)
@@ -107,3 +108,18 @@ def test_no_odd_program_is_trained_wrongly_in_silence(name: str, fails_in: str, 
     else:
         assert f"is not run again after this failure in {fails_in}: " in said
         assert name not in REPEATED, said
+
+
+@pytest.mark.parametrize("name", odd_memos.FIRST)
+@pytest.mark.parametrize("fails_in", sorted(FAILING))
+def test_what_a_first_forward_fills_in_is_empty_again_when_it_is_repeated(
+    name: str, fails_in: str, simgpu_device: Any
+) -> None:
+    expected, _ = trained(name, None)
+    found, said = trained(name, fails_in, failing_step=0)
+    if said is None:
+        assert len(found) == len(expected)
+        assert all(map(is_same, found, expected))
+    else:
+        assert f"is not run again after this failure in {fails_in}: " in said
+        assert name != "memo_first_used_in_the_step", said

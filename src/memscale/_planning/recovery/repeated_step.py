@@ -86,11 +86,14 @@ class Step:
     problem: str | None = None
     """Why it cannot be repeated."""
     trained: list[bool] = dataclasses.field(default_factory=list)
-    """Which parameters needed a gradient when the forward began."""
+    """Which parameters, buffers and inputs needed a gradient when the forward began."""
+    given: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    """The inputs."""
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the forward: what its repetition would be given."""
         leaves = tree_leaves((args, kwargs))
+        self.given = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self.trained = self._trained_now()
         if self.problem is not None:
             return
@@ -98,7 +101,7 @@ class Step:
             self.problem = "the batch holds objects that the forward may have changed"
         elif any(isinstance(leaf, torch.Tensor) and leaf.__dict__ for leaf in leaves):
             self.problem = "a tensor of the batch has attributes of its own, which the forward may have changed"
-        self._note(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        self._note(self.given)
 
     def note_inputs(self) -> None:
         """After the forward: what is not to change before its backward. Parameters are compared with what they were
@@ -127,7 +130,9 @@ class Step:
         self.versions = [(one, one._version) for one in tensors if not one.is_inference()]
 
     def _trained_now(self) -> list[bool]:
-        return [p is not None and p.requires_grad for p in self.memory.values[self.memory.layout.parameters]]
+        layout, values = self.memory.layout, self.memory.values
+        tensors = [*values[layout.parameters], *values[layout.buffers], *self.given]
+        return [tensor is not None and tensor.requires_grad for tensor in tensors]
 
     @property
     def trains_others(self) -> bool:

@@ -314,7 +314,7 @@ class ModuleState:
         if versions_of(memory.values[memory.layout.parameters]) != memory.versions:
             _refuse_changed(memory)
         for slot, value, version in memory.buffers:
-            if version_of(value) != version:
+            if version_of(value) != version and slot not in memory.copies:
                 _refuse_buffer(memory.layout, slot)
         self._attributes.refuse_changed(memory)
         self._held.refuse_lost(memory)
@@ -385,7 +385,13 @@ class _Buffers:
         self._look_at(found)
         known = self._changing.get(memory.flags)
         if known is None:
-            copied = {slot: value for slot, value in found.items() if value is not None and self._may_change(value)}
+            # One that fails has taught nothing: what is small can be put back all the same.
+            small = self._small if self._on_host else frozenset()
+            copied = {
+                slot: value
+                for slot, value in found.items()
+                if value is not None and (slot in small or self._may_change(value))
+            }
         else:
             copied = {slot: found.pop(slot) for slot in [*self._small, *known.difference(self._small)] if slot in found}
         if found:
