@@ -8,6 +8,5 @@ fake_numbers, fake_repeats                           what fake tensors cannot sa
 each_operator, plain_path, outputs                   operators, who looks at them, and the tensors of an output
 host_rng, moment, snapshots                          random states and values, kept and put back
 entries, state_beside                                Python state that code can reach, kept and put back
-watched_run, reach, harmless, plain_code             whether a run may be repeated: asked by `_planning/recovery/`
-steps_beside                                         Python state from one forward to the next, for the same
+harmless, messages                                   functions whose calls change nothing, and messages shown once
 """

@@ -2,7 +2,7 @@
 nothing but what they are given.
 
 These are lists of what may be, not of what may not: an object or a function that is on none of them is taken for
-one that remembers. `watched_run.py` asks them when a forward has run again.
+one that remembers. `_planning/recovery/watched_run.py` asks them when a forward has run again.
 
 What a call on these lists may do: make new objects, change the objects that it is given in ways that are seen elsewhere
 (containers by their contents, tensors by their versions, random generators by their state), and call back what it is

@@ -15,7 +15,8 @@ from torch import nn
 
 import memscale
 import simgpu
-from memscale._torch import snapshots, steps_beside
+from memscale._planning.recovery import steps_beside
+from memscale._torch import snapshots
 from tests.parity import seed
 from tests.techniques.offload.runs import DEVICE, Gpt, tokens
 

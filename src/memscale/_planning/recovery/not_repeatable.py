@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from memscale._errors import MemScaleError, shortened
-from memscale._torch.watched_run import NotComparable
+from memscale._planning.recovery.watched_run import NotComparable
 
 
 class NotRepeatable(MemScaleError):

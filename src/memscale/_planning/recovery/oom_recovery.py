@@ -51,6 +51,7 @@ from memscale._planning.recovery.not_repeatable import (
     in_words,
     unless_in_words,
 )
+from memscale._planning.recovery.plain_code import PlainModel
 from memscale._planning.recovery.repeated_step import (
     FIXED,
     Attributes,
@@ -70,15 +71,14 @@ from memscale._planning.recovery.repeated_step import (
     shown_values,
     without_gradient,
 )
+from memscale._planning.recovery.steps_beside import MOST_NOTED, StepsBeside, Taken
+from memscale._planning.recovery.watched_run import NotComparable
 from memscale._profile.inputs import Inputs
 from memscale._torch import private
 from memscale._torch.moment import Draws, Moment
 from memscale._torch.optimizer_steps import living_optimizers, owns_any
 from memscale._torch.overrides import ForwardOverride, MethodOverride, OwnHook
-from memscale._torch.plain_code import PlainModel
 from memscale._torch.snapshots import num_elements_in
-from memscale._torch.steps_beside import MOST_NOTED, StepsBeside, Taken
-from memscale._torch.watched_run import NotComparable
 from memscale._units import show_bytes
 from memscale.techniques.offload.optimizer.buckets import values_here
 from memscale.techniques.offload.optimizer.resumed_steps import watch_plain_steps

@@ -18,10 +18,10 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from memscale._planning.recovery.not_repeatable import NotRepeatable
+from memscale._planning.recovery.steps_beside import Taken
 from memscale._torch import private
 from memscale._torch.moment import Draws, Moment
 from memscale._torch.snapshots import groups_sharing_memory, versions_of
-from memscale._torch.steps_beside import Taken
 from memscale.techniques.recompute.backward_errors import BackwardCall
 from memscale.techniques.recompute.module_state import Layout, Memory
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memscale._torch.plain_code import PlainModel
-from memscale._torch.watched_run import NotComparable
+from memscale._planning.recovery.plain_code import PlainModel
+from memscale._planning.recovery.watched_run import NotComparable
 
 KEPT: list[int] = []
 

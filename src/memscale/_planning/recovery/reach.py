@@ -28,6 +28,18 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from memscale._planning.recovery.plain_code import is_shipped
+from memscale._planning.recovery.watched_run import (
+    OURS,
+    RESETS,
+    SETTERS,
+    NotComparable,
+    Uses,
+    Watch,
+    calls_something,
+    name_of,
+    uses_of,
+)
 from memscale._torch import harmless, private
 from memscale._torch.entries import (
     CODE,
@@ -57,19 +69,7 @@ from memscale._torch.entries import (
     is_state_of,
 )
 from memscale._torch.messages import says_once
-from memscale._torch.plain_code import is_shipped
 from memscale._torch.snapshots import ABSENT, is_generator
-from memscale._torch.watched_run import (
-    OURS,
-    RESETS,
-    SETTERS,
-    NotComparable,
-    Uses,
-    Watch,
-    calls_something,
-    name_of,
-    uses_of,
-)
 
 Found: TypeAlias = Callable[[type, Any], Entry | None]
 """Asks for the entry of a kind that was compared, or put back, of an object."""

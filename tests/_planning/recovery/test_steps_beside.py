@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from memscale._torch.steps_beside import StepsBeside
-from memscale._torch.watched_run import NotComparable
+from memscale._planning.recovery.steps_beside import StepsBeside
+from memscale._planning.recovery.watched_run import NotComparable
 
 pytestmark = pytest.mark.unit
 

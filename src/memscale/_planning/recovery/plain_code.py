@@ -32,10 +32,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from memscale._planning.recovery.watched_run import OURS, NotComparable, name_of, uses_of
 from memscale._torch import harmless, private
 from memscale._torch.entries import is_own, is_special
 from memscale._torch.overrides import OWN_ATTRIBUTES, MethodOverride
-from memscale._torch.watched_run import OURS, NotComparable, name_of, uses_of
 
 LIBRARIES = frozenset({"transformers", "diffusers", "peft", "huggingface_hub"})
 """Libraries whose models are tried with failing steps (tests/_planning/recovery/loop_programs.py)."""

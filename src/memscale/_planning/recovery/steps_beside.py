@@ -48,6 +48,8 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import nn
 
+from memscale._planning.recovery.reach import refuse_unknown
+from memscale._planning.recovery.watched_run import NotComparable, Watch
 from memscale._torch.entries import (
     CODE,
     FRESH_STATES,
@@ -63,10 +65,8 @@ from memscale._torch.entries import (
     is_small_array,
 )
 from memscale._torch.messages import says_once
-from memscale._torch.reach import refuse_unknown
 from memscale._torch.snapshots import ABSENT, version_of
 from memscale._torch.state_beside import MAX_ELEMENTS, Beside
-from memscale._torch.watched_run import NotComparable, Watch
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 _OPAQUE = (
