@@ -396,7 +396,7 @@ class OneWay(Trials):
 
     @property
     def _beginning(self) -> Beginning:
-        """In which order model and batch come to the device; to a card that is elsewhere, the model comes first."""
+        """The order in which model and batch come to the device; to a card that is elsewhere, the model comes first."""
         device_type = self.hardware.device_type
         from_host = all(tensor.device.type != device_type for tensor in self.model.parameters())
         on_device = any(tensor.device.type == device_type for tensor in self.inputs.tensors())

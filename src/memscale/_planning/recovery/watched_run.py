@@ -67,7 +67,7 @@ class Watch:
     def __init__(self, sayings: frozenset[types.CodeType] = frozenset()) -> None:
         self._sayings = sayings
         self._saying: dict[int, types.FrameType] = {}
-        """By thread."""
+        """The frame of a message under way, by thread."""
         self.stored_by_call: set[str] = set()
         """Attributes that were stored, or deleted, by `setattr` and `delattr`."""
         self.set_by_any_name: set[type] = set()
