@@ -71,6 +71,42 @@ def test_hooks_on_what_is_saved_are_seen() -> None:
     assert not private.saves_are_hooked()
 
 
+def test_the_hooks_on_what_is_saved_are_known() -> None:
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    assert private.saved_tensors_hooks_in_use() is None
+    with torch.autograd.graph.saved_tensors_hooks(pack, pack):
+        assert private.saved_tensors_hooks_in_use() == (pack, pack)
+
+
+def test_a_selective_checkpoint_numbers_only_what_it_may_keep() -> None:
+    runs: list[int] = []
+    multiplied = torch.ops.aten.mm.default
+
+    def policy(context: Any, func: Any, *args: Any, **kwargs: Any) -> checkpoint_internals.CheckpointPolicy:
+        kept = checkpoint_internals.CheckpointPolicy
+        return kept.MUST_SAVE if func is multiplied else kept.PREFER_RECOMPUTE
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        runs.append(len(runs))
+        if runs[-1] == 0:
+            x.detach().sin()  # one operator more than the recompute has, which may not be kept
+        return (x @ x).cos()
+
+    x = torch.rand(3, 3, requires_grad=True)
+    plain = x.detach().clone().requires_grad_()
+    (plain @ plain).cos().sum().backward()
+    checkpoint(
+        function,
+        x,
+        use_reentrant=False,
+        context_fn=lambda: private.selective_contexts(policy, lambda func: func is multiplied),
+    ).sum().backward()
+    assert runs == [0, 1]
+    assert torch.equal(x.grad, plain.grad)
+
+
 def test_what_the_user_puts_around_all_operators_is_named() -> None:
     class Mode(TorchFunctionMode):
         def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -48,6 +48,12 @@ def test_ddp_is_active_while_its_forward_runs(alone: Any) -> None:
     assert private.active_ddp() is None
 
 
+def test_the_copies_that_data_parallel_makes_are_known() -> None:
+    model = nn.Linear(2, 2)
+    assert not private.is_data_parallel_copy(model)
+    assert private.is_data_parallel_copy(model._replicate_for_data_parallel())
+
+
 def test_parameters_that_fsdp1_has_flattened_are_known() -> None:
     weight = nn.Parameter(torch.ones(4))
     flat = FlatParameter._make_subclass(FlatParameter, torch.ones(4), False)

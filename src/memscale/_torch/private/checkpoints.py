@@ -110,7 +110,7 @@ def outside_checkpoints() -> Iterator[None]:
 
 def saves_are_hooked() -> bool:
     """Whether somebody is handed what is saved for backward now: a checkpoint, an offload, a user's own hooks."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return saved_tensors_hooks_in_use() is not None
 
 
 def saved_tensors_hooks_in_use() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
