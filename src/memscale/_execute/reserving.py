@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves
 from memscale._hardware.allocator_environment import SMALL_PAGES, may_switch, own_settings
 from memscale._plan import AllocatorUse, ReleasePoint
 from memscale._torch import private
-from memscale._torch.overrides import OwnHook, find_module, undo_with
+from memscale._torch.overrides import OwnHook, find_module, keep_copies_clean, undo_with
 
 logger = logging.getLogger("memscale")
 
@@ -132,6 +132,7 @@ def watch(model: nn.Module, points: Iterable[ReleasePoint], reach: Reach, undo: 
     """Call `reach` at each of these moments of every training step, until undone."""
     for point in points:
         module = find_module(model, point.module_fqn)
+        keep_copies_clean(module, undo)
         if point.phase == "forward":
             handle = module.register_forward_pre_hook(_BeforeForward(point, reach))
         elif point.phase == "after":

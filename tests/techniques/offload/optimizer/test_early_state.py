@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,8 +26,8 @@ from tests.lanes import in_turns
 from tests.parity import plan_of
 from tests.techniques.offload.optimizer.test_in_parts import OPTIMIZERS
 from tests.techniques.offload.runs import DEVICE
-from tests.techniques.offload.tiers import on_host, same
-from tests.techniques.offload.training import O, Training, no_hooks_left, plain
+from tests.techniques.offload.tiers import on_host, opened, same
+from tests.techniques.offload.training import O, Training, adopted, no_hooks_left, plain
 
 BUCKET_BYTES = 25_000
 ALL = 1 << 20
@@ -224,6 +225,39 @@ def test_the_plan_is_taken_off_between_backward_and_the_step():
     no_hooks_left(training.optimizer)
 
 
+@pytest.mark.parametrize("plan", PLANS)
+def test_copies_of_the_model_are_plain(plan: str):
+    training = Training("simgpu", plain(O.AdamW)).run(1)
+    with wrapped(training.net, *PLANS[plan]):
+        _half_a_step(training)
+        copied = copy.deepcopy(training.net)
+        torch.save(training.net, io.BytesIO())
+        assert not any(module._forward_pre_hooks or module._forward_hooks for module in copied.modules())
+        training.update()
+
+
+@pytest.mark.parametrize("way", ["simgpu disk async", "simgpu tiered async"])
+def test_state_on_disk_comes_early_and_that_of_parameters_on_the_host_waits_for_the_step(
+    way: str, tmp_path: pathlib.Path
+):
+    reference, training = (Training("simgpu", plain(O.AdamW)) for _ in range(2))
+    for one in (reference, training):
+        one.net.body.cpu()
+        one.net.body.register_forward_pre_hook(lambda module, args: args[0].cpu())
+        one.net.body.register_forward_hook(lambda module, args, output: output.to("simgpu"))
+    with opened(way, tmp_path) as transfers, adopted(training, transfers, BUCKET_BYTES) as adoption:
+        adoption.expect_early(ALL)
+        for one in (reference, training):
+            one.run(2)
+            _half_a_step(one)
+            if one is training:
+                adoption.fetch_early(ALL)
+            one.update()
+            one.run(1)
+        assert adoption.stats.num_early == 1, "the head's; the body is on the host"
+        assert same(training.result(), reference.result())
+
+
 def test_another_plan_takes_over_between_backward_and_the_step():
     reference, training = (Training("simgpu", plain(O.AdamW)).run(2) for _ in range(2))
     offload = OffloadOptimizer(BUCKET_BYTES)
@@ -310,6 +344,26 @@ def test_so_many_bytes_are_there_before_the_step(streams: bool):
         with torch.no_grad():
             net(torch.ones(2, 128, device="simgpu"))
         assert state_bytes_here() - before <= 2 * LAYER_BYTES, "a forward gives them up"
+
+
+def test_what_the_step_does_not_take_makes_room_for_what_it_steps():
+    """The first half of the state came early, and the gradients of its parameters are gone."""
+    net = Stack().to("simgpu")
+    optimizer = O.AdamW(net.parameters(), fused=True)
+    with wrapped(net, *stack_plan(FetchStateEarly("4", 4 * STATE_BYTES))) as executor:
+        for _ in range(2):
+            passed(net)
+            optimizer.step()
+            optimizer.zero_grad()
+        passed(net)
+        for layer in list(net)[:4]:
+            layer.weight.grad = None
+        before = state_bytes_here()
+        torch.accelerator.reset_peak_memory_stats()
+        optimizer.step()
+        torch.accelerator.synchronize()
+        assert stats(executor).num_early == 2 * 4
+        assert torch.accelerator.max_memory_allocated() <= before
 
 
 def _step_ms(*early: FetchStateEarly) -> tuple[float, int]:

@@ -274,6 +274,7 @@ class AdoptedOptimizer:
         every = not skips_parameters_without_gradient(optimizer)
         stepped = [bucket for bucket in self.buckets if every or any(p.grad is not None for p in bucket.parameters)]
         turns = _in_order([turn for bucket in stepped for turn in _turns(bucket, optimizer.state)])
+        self.early.drop_all_but(turns)
         turns.sort(key=lambda turn: not self.early.holds(*turn))  # what is there makes room for what comes
         progress, before = _Progress(len(turns)), set(optimizer.state)
         try:

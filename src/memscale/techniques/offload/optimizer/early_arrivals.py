@@ -43,8 +43,8 @@ class EarlyArrivals:
         """Ask for the state of the first buckets and stretches, as far as the limit goes."""
         left_bytes = limit_bytes - self.num_bytes
         for bucket in buckets if self._visits.is_asynchronous else ():
-            if not bucket.moves or not has_waiting(entries, bucket):
-                continue
+            if not bucket.moves or bucket.device.type == "cpu" or not has_waiting(entries, bucket):
+                continue  # what is stepped on the host has no room on the device to come to
             for stretch in _pieces(bucket):
                 if (id(bucket), stretch) in self._held:
                     continue
@@ -76,6 +76,12 @@ class EarlyArrivals:
             early.give_up()
             return None
         return early
+
+    def drop_all_but(self, turns: Iterable[tuple[Bucket, Stretch | None]]) -> None:
+        """Free the memory of what no turn of the step will take: its parameters have no gradient, or come whole."""
+        taken = {(id(bucket), stretch) for bucket, stretch in turns}
+        for key in [key for key in self._held if key not in taken]:
+            self._held.pop(key)[1].give_up()
 
     def drop(self) -> None:
         """Free the memory of what was asked for and not used; in a forked child it is the parent's."""
