@@ -389,6 +389,13 @@ class CostModel:
             state, step = self.optimizer.manner(run).exact_bytes(optimizer, run)
         return self.base_bytes() + extras.static_bytes + state + max(trace.peak_bytes, trace.end_bytes + step)
 
+    def waiting_beside(self, choice: Choice, staying_bytes: int) -> tuple[int, int]:
+        """What waits on the host, and there or on the disk, while so much of the optimizer's state stays on the device
+        and the rest waits."""
+        run, extras = dataclasses.replace(choice.run, offloads_optimizer=1.0), self._extras(choice)
+        at_home_bytes, anywhere_bytes = self.optimizer.bytes_away(run, extras.streamed_bytes)
+        return extras.host_bytes + at_home_bytes, extras.movable_bytes + round(anywhere_bytes) - staying_bytes
+
     def _outcome(self, run: RunOptions, extras: Extras, peak_bytes: int, compute_ms: float) -> Outcome:
         costs = self.optimizer.costs_of(run, extras.streamed_bytes)
         step_ms = float(self._slowed_ms(run, compute_ms) + costs.ms)

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from memscale._decide.choice import RunOptions
-from memscale._decide.step_time import Moved, Pace, StepWork, Turn, optimizer_calls_ms, smaller
+from memscale._decide.step_time import Moved, Pace, StepWork, Turn, larger, optimizer_calls_ms, smaller
 from memscale._profile import BackwardStep, OptimizerCost, Profile
+from memscale.techniques.offload.pinned import PAGE_BYTES
 
 
 class OptimizerShares:
@@ -42,6 +43,23 @@ class OptimizerShares:
             return whole + 0 * streamed_bytes
         # State of embeddings is not quantised.
         return self.left(run, whole, min(whole, rest.state_bytes), streamed_bytes)
+
+    def staying_bytes(self, run: RunOptions, share: float, streamed_bytes: Any) -> Any:
+        """What stays on the device for certain where this share of the state does that is not streamed.
+
+        Whole buckets stay. Where some parameters are streamed, the others come in other buckets than all of them do,
+        and up to one of these may be missing among those that stay.
+        """
+        is_streamed = larger(1 * (streamed_bytes > 0), 1 * run.streams_rest)
+        missing_bytes = max(self.cost(run).bucket_bytes, default=0) * is_streamed
+        return larger(0, share * self.unstreamed_bytes(run, streamed_bytes) - missing_bytes)
+
+    def bytes_in_pages(self, run: RunOptions) -> int:
+        """What all state takes where it waits: each bucket whole pages; and less than a page of the room is of use for
+        nothing."""
+        cost, guests = self.cost(run), (self.profile.guests, self.profile.rest_guests)
+        num_buckets = len(cost.bucket_bytes) + sum(one.num_buckets for one in guests if one is not None)
+        return cost.state_bytes + (num_buckets + 1) * PAGE_BYTES if cost.state_bytes else 0
 
     def state_of_streamed_byte(self) -> float:
         """State that leaves the device with each trainable byte of a block that is streamed."""

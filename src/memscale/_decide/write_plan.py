@@ -54,7 +54,7 @@ def write_plan(model: CostModel, eligible: Eligible, decision: Decision) -> Plan
     """The plan that does what was chosen."""
     profile, config, baseline, chosen = model.profile, eligible.config, decision.baseline, decision.chosen
     outcome, budget_bytes = chosen.outcome, eligible.budget.device_bytes
-    host_bytes, movable_bytes = _waiting(model, eligible, chosen)
+    host_bytes, movable_bytes = taken_elsewhere(model, eligible, chosen)
     return Plan(
         actions=tuple(_actions(model, eligible, chosen.choice)),
         baseline_peak_bytes=baseline.peak_bytes,
@@ -83,7 +83,7 @@ def write_plan(model: CostModel, eligible: Eligible, decision: Decision) -> Plan
     )
 
 
-def _waiting(model: CostModel, eligible: Eligible, chosen: Candidate) -> tuple[int, int]:
+def taken_elsewhere(model: CostModel, eligible: Eligible, chosen: Candidate) -> tuple[int, int]:
     """What is taken on the host, and on the host or the disk. For overlap it is pinned, which takes some more; but no
     more than the budget, within which stores take smaller segments."""
     outcome, run = chosen.outcome, chosen.choice.run

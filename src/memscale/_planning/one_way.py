@@ -22,11 +22,13 @@ from memscale._config import Config
 from memscale._decide import Kind, Traits, confirmed, decide_on, kind_of, peak_against_time, suspects_of
 from memscale._decide.allocator import MIN_BLOCK_BYTES, SEGMENT_ROUNDING_BYTES
 from memscale._decide.allocator.settings import AllocatorSettings
-from memscale._decide.budget import Budget, Held, needed_bytes
+from memscale._decide.budget import Held, needed_bytes
 from memscale._decide.choice import Choice, Outcome, choice_of
 from memscale._decide.eligible import Eligible
 from memscale._decide.policy import Strategy
+from memscale._decide.search import Candidate
 from memscale._decide.travel import Travel
+from memscale._decide.write_plan import taken_elsewhere
 from memscale._errors import quoted
 from memscale._execute.reserving import points_of
 from memscale._hardware.allocator_environment import may_switch
@@ -53,7 +55,7 @@ from memscale._planning.reserved.recording import (
 )
 from memscale._planning.stage import Stage
 from memscale._planning.trials import Trials
-from memscale._profile import KEEP, StepTrace, TraceKey, Treatment
+from memscale._profile import KEEP, StateShare, StepTrace, TraceKey, Treatment
 from memscale._profile.inputs import Inputs
 from memscale._profile.shallow import (
     KEPT,
@@ -240,7 +242,7 @@ class OneWay(Trials):
         choice = choice_of(plan.actions, self.profile)
         if choice.run.quantizes_optimizer:
             self.cost_in_8_bits()
-        admission = self._admission(choice, plan, eligible.budget)
+        admission = self._admission(choice, plan, eligible)
         trace = self._rehearsed(plan.actions, eligible.config)
         peak_bytes, fits = admission.peak_bytes(trace), admission.admits(trace)
         held = self.held(plan.actions, eligible.config)  # of what is too high as well: it says how much others hold
@@ -249,6 +251,7 @@ class OneWay(Trials):
             fits = eligible.has_room_for(held)
         elif held is not None:
             held = self._leaner(held, plan.actions, eligible.config, releases=False)
+        plan = dataclasses.replace(plan, host_bytes=admission.host_bytes, movable_bytes=admission.movable_bytes)
         return confirmed(plan, peak_bytes, fits=fits, held=held)
 
     def _confirm_plain(self, plan: Plan, eligible: Eligible) -> Plan:
@@ -501,7 +504,7 @@ class OneWay(Trials):
             logger.debug("the plan is not rehearsed at a fraction of the depth: %s", quoted(error))
             return None
 
-    def _admission(self, choice: Choice, plan: Plan, budget: Budget) -> Admission:
+    def _admission(self, choice: Choice, plan: Plan, eligible: Eligible) -> Admission:
         """What a rehearsed step of this plan is held against, with the optimizer over what is not streamed."""
         step = planned_step(plan.actions)
         blocks = tuple(fqn for fqn, treatment in choice.blocks if treatment.streams)
@@ -516,7 +519,17 @@ class OneWay(Trials):
         storages = [p.untyped_storage() for p in self.model.parameters() if id(p) in streamed]
         sizes = {private.storage_key(storage): storage.nbytes() for storage in storages}
         num_bytes = sum(round_up(size, self.rehearsal.rounding_bytes) for size in sizes.values())
-        return Admission(self.cost_model(), choice, optimizer, num_bytes, budget, plan.host_bytes, plan.movable_bytes)
+        waiting = self._waiting(choice, plan, optimizer.share(step.resident_share), eligible)
+        return Admission(self.cost_model(), choice, optimizer, num_bytes, eligible.budget, *waiting)
+
+    def _waiting(self, choice: Choice, plan: Plan, staying: StateShare | None, eligible: Eligible) -> tuple[int, int]:
+        """What waits on the host, and there or on the disk. The model does not know which buckets of the optimizer's
+        state stay on the device where some parameters are streamed; this does."""
+        if staying is None:
+            return plan.host_bytes, plan.movable_bytes
+        model = self.cost_model()
+        outcome = Outcome(plan.predicted_peak_bytes, 0.0, *model.waiting_beside(choice, staying.state_bytes))
+        return taken_elsewhere(model, eligible, Candidate(choice, outcome))
 
 
 @dataclasses.dataclass(slots=True)

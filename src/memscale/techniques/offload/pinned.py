@@ -10,6 +10,8 @@ from memscale._units import round_up
 
 SEGMENT_BYTES = 64 * 1024 * 1024
 """The largest segment of a store; a larger tensor is split over several."""
+PAGE_BYTES = 4096
+"""A store gives each tensor a multiple of this."""
 LANDING_BYTES = 128 * 1024 * 1024
 """The bytes of pinned memory in which gradients arrive. A larger gradient comes home in plain memory."""
 

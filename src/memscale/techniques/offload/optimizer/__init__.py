@@ -46,9 +46,9 @@ class _FromTheNextTier:
         return 0.0 if share is None or not away else (share.state_bytes - cost.offloaded_state_bytes) / away
 
     def bytes_away(self, shares: OptimizerShares, run: RunOptions, streamed_bytes: Any) -> tuple[Any, Any]:
-        """All but the share that stays, which is one of what is not streamed."""
-        stays_bytes = self._resident_share(shares, run) * shares.unstreamed_bytes(run, streamed_bytes)
-        return 0 * streamed_bytes, shares.cost(run).state_bytes - stays_bytes
+        """All but what stays for certain."""
+        stays_bytes = shares.staying_bytes(run, self._resident_share(shares, run), streamed_bytes)
+        return 0 * streamed_bytes, shares.bytes_in_pages(run) - stays_bytes
 
     def step_bytes(self, shares: OptimizerShares, run: RunOptions, streamed_bytes: Any) -> Any:
         """The bytes of the largest bucket's step and of the state that travels beside it."""

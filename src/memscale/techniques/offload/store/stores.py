@@ -37,9 +37,10 @@ import torch
 
 from memscale._errors import OffloadError, StoreFullError
 from memscale._units import show_bytes
+from memscale.techniques.offload.pinned import PAGE_BYTES
 from memscale.techniques.offload.store.spot_jobs import Job, SpotJobs
 
-PART_BYTES = 4096
+PART_BYTES = PAGE_BYTES
 """Bytes are moved in multiples of this, except at their end, because direct I/O moves whole blocks."""
 
 
