@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import memscale
 import simgpu  # noqa: F401  (registers the device)
 from memscale import Config
-from memscale._planning.loop.loop_watch import tolerated
+from memscale._planning.loop.loop_watch import LoopWatch, tolerated
 from memscale._planning.other_peaks import warn_of_other_peaks
 from memscale._profile import Segment, StepTrace
 from tests.parity import attached_plan, seed
@@ -301,3 +301,31 @@ def test_layers_that_are_frozen_later_keep_the_budget(caplog: pytest.LogCaptureF
     assert wrapped_bytes <= budget_bytes
     assert attached_plan(model).predicted_peak_bytes == pytest.approx(wrapped_bytes, rel=0.01)
     memscale.detach(model)
+
+
+class Counted(Words):
+    """Counts how often its parameters are walked through."""
+
+    num_walks = 0
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        self.num_walks += 1
+        return super().parameters(recurse)
+
+
+def test_what_is_looked_at_in_each_step_walks_through_no_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which of them are trained is read once for all that follows it: a walk takes a hundredth of a short forward."""
+    loop = Loop(memscale.wrap(Counted(), QUIET.replace(memory_budget_gb=1)), "cpu")
+    loop.run(2)
+    look, walks = LoopWatch.look, []
+
+    def counted(watch: LoopWatch, *args: Any, **kwargs: Any) -> Any:
+        before = loop.model.num_walks
+        found = look(watch, *args, **kwargs)
+        walks.append(loop.model.num_walks - before)
+        return found
+
+    monkeypatch.setattr(LoopWatch, "look", counted)
+    loop.run(3)
+    memscale.detach(loop.model)
+    assert walks[1:] == [0, 0]

@@ -7,6 +7,7 @@ import logging
 from torch import nn
 
 from memscale._errors import DoesNotFitError
+from memscale._planning.loop.demand import Weights
 from memscale._planning.loop.loop_watch import Found, LoopWatch, words_of_loop
 from memscale._planning.loop.observing import Observing
 from memscale._planning.loop.plan_maker import PlanMaker
@@ -24,7 +25,7 @@ class CountedLoop:
         self._observing = observing
         self._watch = watch
 
-    def look(self, model: nn.Module, inputs: Inputs) -> Found | None:
+    def look(self, model: nn.Module, inputs: Inputs, weights: Weights) -> Found | None:
         """What the loop holds beyond what plans count; None: nothing, or nothing that could be seen."""
         plan, job = self._maker.plans.now, self._maker.plans.job
         if plan is None or plan.provisional or self._observing.is_on or self._observing.is_needed:
@@ -32,6 +33,7 @@ class CountedLoop:
         return self._watch.look(
             plan,
             inputs,
+            weights,
             job.device(model),
             job.seen_loop,
             counts_all=job.config.memory_budget_gb is None,

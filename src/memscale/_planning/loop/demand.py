@@ -24,13 +24,16 @@ Reach = tuple[int, ...]
 """How far the values of an integer tensor go: its maximum and the like. If none is larger, the step is not, either."""
 
 
+Weights = tuple[tuple[bool, torch.dtype, int], ...]
+"""Of each parameter of a model: whether it is trained, in which type, and of how many elements."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Demand:
     """The demand of one forward of a model in training."""
 
     device: str
-    parameters: tuple[tuple[bool, torch.dtype, int], ...]
-    """Which of them are trained, in which type, and of how many elements."""
+    parameters: Weights
     inputs: tuple[TensorSpec, ...]
     options: tuple[Any, ...]
     attention: tuple[str, ...]
@@ -111,19 +114,26 @@ def _attention_of(model: nn.Module) -> tuple[str, ...]:
     return tuple(str(implementation) for implementation in known.values())
 
 
+def read_weights(model: nn.Module) -> Weights:
+    """What of a model's parameters decides its demand. A walk over all modules: once in a step is enough."""
+    return tuple((p.requires_grad, p.dtype, p.numel()) for p in model.parameters())
+
+
 def read_demand(
     model: nn.Module,
     inputs: Inputs,
     device: torch.device,
     deciding: frozenset[str] = frozenset(),
     ranks: Ranks = ALONE,
+    weights: Weights | None = None,
 ) -> Demand:
-    """The demand of a forward of this model with these inputs; the values of those in `deciding` count."""
+    """The demand of a forward of this model with these inputs; the values of those in `deciding` count. `weights`: the
+    model's, where they were read already."""
     leaves = tree_leaves((inputs.args, inputs.kwargs))
     looked_at = [(name, tensor) for name, tensor in inputs.named_tensors() if name in deciding] if deciding else []
     return Demand(
         device=device.type,
-        parameters=tuple((p.requires_grad, p.dtype, p.numel()) for p in model.parameters()),
+        parameters=read_weights(model) if weights is None else weights,
         inputs=inputs.specs(),
         options=tuple(leaf for leaf in leaves if isinstance(leaf, _OPTION_TYPES)),
         attention=_attention_of(model),

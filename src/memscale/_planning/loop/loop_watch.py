@@ -1,8 +1,8 @@
 """What a training loop holds beside its model, seen in its first steps.
 
     watch = LoopWatch(model)
-    found = watch.look(plan, inputs, device, known)     # when a training forward begins; None: nothing new
-    watch.begin()                                       # the forward follows a plan: what becomes of its outputs?
+    found = watch.look(plan, inputs, weights, device, known)  # when a training forward begins; None: nothing new
+    watch.begin()                                             # the forward follows a plan: what becomes of its outputs?
 
 Two things are looked at, at instants that every loop has:
 
@@ -33,6 +33,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memscale._plan import Plan
+from memscale._planning.loop.demand import Weights
 from memscale._planning.loop.step_watch import TOLERATED_BYTES, TOLERATED_SHARE, bytes_on
 from memscale._profile import LoopHolds
 from memscale._profile.inputs import Inputs
@@ -83,8 +84,8 @@ class LoopWatch(StepWatcher):
         self._highest_bytes = -1
         """The most that was allocated when a step began, as far as it was looked into."""
         self._is_hooked = False
-        self._trained: frozenset[int] = frozenset()
-        """The parameters that were trained when a forward last began."""
+        self._weights: Weights | None = None
+        """The model's when a forward last began; None: look at them again."""
         self._idle_bytes = 0
         """The state of those that are not."""
 
@@ -134,7 +135,7 @@ class LoopWatch(StepWatcher):
     def after_step(self, optimizer: Optimizer) -> None:
         others = [known for known in self._optimizers if known() not in (None, optimizer)]
         if len(others) == len(self._optimizers):
-            self._trained = frozenset()  # a new one: look at its state
+            self._weights = None  # a new one: look at its state
         self._optimizers = [*others, weakref.ref(optimizer)]
 
     def _alive_bytes(self, place: int, own: set[int]) -> int:
@@ -147,6 +148,7 @@ class LoopWatch(StepWatcher):
         self,
         plan: Plan,
         inputs: Inputs,
+        weights: Weights,
         device: torch.device,
         known: LoopHolds,
         *,
@@ -158,6 +160,7 @@ class LoopWatch(StepWatcher):
         found = self._kept_outputs(known)
         if found is None:
             tolerated_bytes = tolerated(plan, workspace_bytes)
+            self._look_at_weights(weights, device)
             found = self._other_bytes(tolerated_bytes, inputs, device, known, counts_all=counts_all)
         if self._num_steps >= _NUM_STEPS:
             self._follow_no_more(device)
@@ -187,12 +190,12 @@ class LoopWatch(StepWatcher):
     def _other_bytes(
         self, tolerated_bytes: int, inputs: Inputs, device: torch.device, known: LoopHolds, *, counts_all: bool
     ) -> Found | None:
-        allocated_bytes, has_changed = _allocated_on(device), self._look_at_trained(device)
+        allocated_bytes = _allocated_on(device)
         if self._num_answers >= _MAX_ANSWERS:
             return None
         if allocated_bytes is None:
             return self._answer(self._idle_bytes - known.other_bytes, tolerated_bytes, known)
-        if self._num_steps >= _NUM_STEPS and allocated_bytes <= self._highest_bytes and not has_changed:
+        if self._num_steps >= _NUM_STEPS and allocated_bytes <= self._highest_bytes:
             return None
         # So that small rises are not looked into.
         self._highest_bytes = max(self._highest_bytes, allocated_bytes + tolerated_bytes // 2)
@@ -212,20 +215,17 @@ class LoopWatch(StepWatcher):
         self._num_answers += 1
         return Found(dataclasses.replace(known, other_bytes=known.other_bytes + new_bytes), new_bytes)
 
-    def _look_at_trained(self, device: torch.device) -> bool:
-        """Whether other parameters are trained than in the forward before. Only then is the state of those that are
-        not looked at, which may have to come from where it waits."""
+    def _look_at_weights(self, weights: Weights, device: torch.device) -> None:
+        """Where other parameters are trained than in the forward before, the state of those that are not is looked at,
+        which may have to come from where it waits."""
         model = self._model()
-        parameters = [] if model is None else list(model.parameters())
-        trained = frozenset(id(parameter) for parameter in parameters if parameter.requires_grad)
-        if trained == self._trained:
-            return False
-        self._trained = trained
-        frozen = [parameter for parameter in parameters if id(parameter) not in trained]
+        if model is None or weights == self._weights:
+            return
+        self._weights, self._highest_bytes = weights, -1
+        frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         states = [known.state for reference in self._optimizers if frozen and (known := reference()) is not None]
         idle = [state[parameter] for state in states for parameter in frozen if parameter in state]
         self._idle_bytes = bytes_on(tree_leaves([list(each.values()) for each in idle]), device.type)
-        return True
 
     def _our_bytes(self, inputs: Inputs, device: torch.device) -> int:
         model = self._model()

@@ -21,7 +21,7 @@ from memscale._execute.reserving import empty_cache
 from memscale._plan import Plan
 from memscale._planning.job import Job
 from memscale._planning.loop.deciding_values import DecidingValues
-from memscale._planning.loop.demand import Demand, read_demand
+from memscale._planning.loop.demand import Demand, Weights, read_demand
 from memscale._planning.loop.known_plans import Known, KnownPlans
 from memscale._planning.loop.standing_job import StandingJob
 from memscale._planning.other_peaks import warn_of_other_peaks
@@ -59,9 +59,9 @@ class PlansInForce:
         """The plan that is in force."""
         return self.executor.plan
 
-    def demand(self, model: nn.Module, inputs: Inputs) -> Demand:
-        """What this batch asks for."""
-        return read_demand(model, inputs, self.job.device(model), self.deciding.names, self.job.ranks)
+    def demand(self, model: nn.Module, inputs: Inputs, weights: Weights | None = None) -> Demand:
+        """What this batch asks for. `weights`: those of the model, where they were read already."""
+        return read_demand(model, inputs, self.job.device(model), self.deciding.names, self.job.ranks, weights)
 
     def find(self, model: nn.Module, inputs: Inputs) -> Known | None:
         """The plan that holds for this batch; None: none is known."""

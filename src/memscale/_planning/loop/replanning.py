@@ -23,6 +23,7 @@ from memscale._planning.job import Job
 from memscale._planning.loop.agreed_plans import AgreedPlans
 from memscale._planning.loop.counted_gradients import CountedGradients
 from memscale._planning.loop.counted_loop import CountedLoop
+from memscale._planning.loop.demand import Weights, read_weights
 from memscale._planning.loop.evaluation import Evaluation
 from memscale._planning.loop.joint_forwards import JointForwards
 from memscale._planning.loop.loop_watch import LoopWatch
@@ -124,19 +125,20 @@ class Replanner(OwnHook):
         if self._observing.is_under_way:
             return  # one more forward of the step that is being observed
         excess, self._excess = self._excess, None
-        held = self._loop.look(model, inputs)
+        weights = read_weights(model)
+        held = self._loop.look(model, inputs, weights)
         if held is None and excess is not None:
             self._observing.answer(excess)
         if held is None or not self._loop.plan_for(model, inputs, held):
-            self._prepare(model, inputs)
+            self._prepare(model, inputs, weights if held is None and excess is None else read_weights(model))
         self._follow_step(model, inputs)
 
-    def _prepare(self, model: nn.Module, begun: Inputs) -> None:
+    def _prepare(self, model: nn.Module, begun: Inputs, weights: Weights) -> None:
         """Put a plan in force that holds for the training forward that begins."""
         if self._agreed.prepare(model, begun):
             return
         plans, inputs = self.plans, self._joint.enlarged(begun)
-        demand = plans.demand(model, inputs)
+        demand = plans.demand(model, inputs, weights)
         known = plans.known.find(demand)
         if self._observing.is_on:
             if self._observing.go_on(model, begun, demand, is_known=known is not None):
