@@ -25,7 +25,7 @@ Reach = tuple[int, ...]
 
 
 Weights = tuple[tuple[bool, torch.dtype, int], ...]
-"""Of each parameter of a model: whether it is trained, in which type, and of how many elements."""
+"""For each parameter of a model: whether it is trained, its type, and how many elements it has."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
