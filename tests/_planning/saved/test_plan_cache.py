@@ -21,8 +21,10 @@ import torch
 from torch import nn
 
 import memscale
+from memscale._decide.budget import Held
 from memscale._execute.executor import executor_of
 from memscale._hardware import Hardware
+from memscale._plan import AllocatorUse, ReleasePoint
 from memscale._planning.job import Job, open_job
 from memscale._planning.saved import plan_cache
 from memscale._planning.saved.fingerprint import NoFingerprintError, _own_files, fingerprint
@@ -390,6 +392,17 @@ def test_a_plan_without_techniques_is_used_however_much_is_free(directory: pathl
     assert not plan.actions
     found = slot_with(plan, job_with(plan.budget_bytes * 3, plan, small())).read()
     assert found is not None
+
+
+def test_a_kept_plan_asks_the_same_of_the_allocator(directory: pathlib.Path, wrapped: Any) -> None:
+    """It was left out of what was read: the second start reserved up to a quarter more than the plan promised."""
+    card = Hardware.from_name("RTX 3090")
+    asked = AllocatorUse("expandable_segments:True", (ReleasePoint("backward", "0"),), 5_000_000)
+    held = Held.on(card, 3_000_000, 4_000_000, asked)
+    plan = dataclasses.replace(held.written_in(wrapped(small(), BATCH, force_optimize=True)), device_type="cuda")
+    job = Job(small(), memscale.Config(), card)
+    made = dataclasses.replace(plan, budget_bytes=job.eligible.budget.device_bytes)
+    assert slot_with(made, job).read() == made
 
 
 def test_the_oldest_plans_go_first(directory: pathlib.Path, wrapped: Any, monkeypatch: pytest.MonkeyPatch) -> None:

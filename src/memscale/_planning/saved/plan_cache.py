@@ -72,7 +72,7 @@ class PlanSlot:
         plan = dataclasses.replace(plan, budget_bytes=budget_bytes)
         if plan.predicted_allocated_bytes is None or plan.predicted_reserved_bytes is None:
             return plan
-        held = Held.on(eligible.hardware, plan.predicted_allocated_bytes, plan.predicted_reserved_bytes)
+        held = Held.on(eligible.hardware, plan.predicted_allocated_bytes, plan.predicted_reserved_bytes, plan.allocator)
         return held.written_in(plan) if eligible.has_room_for(held) else None
 
     def write(self, plan: Plan) -> None:
