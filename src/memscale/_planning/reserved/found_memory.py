@@ -58,10 +58,9 @@ def find_placed(before: AllocatorSettings, model: nn.Module, inputs: Inputs, dev
     """What was placed under the settings that were in force before a plan let segments grow; None where the allocator
     does not tell, or nothing lies on the device."""
     addresses = dict(_all_addresses(model, inputs, device_type))
-    snapshot = getattr(torch.get_device_module(device_type), "memory_snapshot", None) if addresses else None
-    if snapshot is None:
+    segments = _segments_on(device_type) if addresses else None
+    if segments is None:
         return None
-    segments = segments_in(snapshot(), torch.accelerator.current_device_index())
     spans = [(one.address, one.address + one.size_bytes) for one in segments if not one.is_expandable]
     there = (origin for origin, address in addresses.items() if any(start <= address < end for start, end in spans))
     return PlacedBefore(before, frozenset(there))
@@ -71,11 +70,10 @@ def find_memory(model: nn.Module, inputs: Inputs, device_type: str) -> FoundMemo
     """What the device's allocator holds; None where it does not tell, or no gradients are there."""
     gradients = [held_gradient(parameter) if parameter.is_leaf else None for parameter in model.parameters()]
     addresses = dict(_addresses("gradient", gradients, device_type))
-    snapshot = getattr(torch.get_device_module(device_type), "memory_snapshot", None) if addresses else None
-    if snapshot is None:
+    segments = _segments_on(device_type) if addresses else None
+    if segments is None:
         return None
     addresses.update(_all_addresses(model, inputs, device_type))
-    segments = list(segments_in(snapshot(), torch.accelerator.current_device_index()))
     return FoundMemory(tuple(oldest_first(segments, addresses)), addresses)
 
 
@@ -93,6 +91,28 @@ def oldest_first(segments: list[SegmentState], addresses: Mapping[Origin, int]) 
     places = dict.fromkeys(bisect.bisect_right(starts, addresses[origin]) for origin in came)
     rises = sum(1 if later > earlier else -1 for earlier, later in itertools.combinations(places, 2))
     return segments if rises >= 0 else segments[::-1]
+
+
+def came_first(model: nn.Module, inputs: Inputs, device_type: str) -> bool:
+    """Whether the batch was on the device before the model: it lies before the weights in a segment that they share."""
+    segments = _segments_on(device_type) or []
+    starts = [segment.address for segment in segments]
+    of_weights = [address for _, address in _addresses("parameter", model.parameters(), device_type)]
+    for _, address in _addresses("input", inputs.tensors(), device_type):
+        shared = bisect.bisect_right(starts, address)
+        beside = [weight for weight in of_weights if bisect.bisect_right(starts, weight) == shared]
+        if beside:
+            return address < min(beside)
+    return False
+
+
+def _segments_on(device_type: str) -> list[SegmentState] | None:
+    """By address; None where the allocator does not tell."""
+    snapshot = getattr(torch.get_device_module(device_type), "memory_snapshot", None)
+    if snapshot is None:
+        return None
+    found = segments_in(snapshot(), torch.accelerator.current_device_index())
+    return sorted(found, key=lambda segment: segment.address)
 
 
 def segments_in(snapshot: Iterable[Mapping[str, Any]], device_index: int) -> Iterable[SegmentState]:
