@@ -95,7 +95,9 @@ def oldest_first(segments: list[SegmentState], addresses: Mapping[Origin, int]) 
 
 def came_first(model: nn.Module, inputs: Inputs, device_type: str) -> bool:
     """Whether the batch was on the device before the model: it lies before the weights in a segment that they share."""
-    segments = _segments_on(device_type) or []
+    segments = _segments_on(device_type)
+    if segments is None:
+        return False
     starts = [segment.address for segment in segments]
     of_weights = [address for _, address in _addresses("parameter", model.parameters(), device_type)]
     for _, address in _addresses("input", inputs.tensors(), device_type):
