@@ -399,9 +399,11 @@ def _forked(case: Case, max_seconds: float) -> dict[str, Any]:
 
 def _child(max_seconds: float) -> None:
     """Cases come on stdin, one a line; outcomes go to stdout. What is loaded here no fork loads again; but PEFT asks
-    for cards when it is loaded, after which no fork may have one."""
+    for cards when it is loaded, after which no fork may have one. So does torchao, which transformers loads where it is
+    installed, and which no case needs."""
     import importlib
 
+    sys.modules["torchao"] = None  # type: ignore[assignment]  # as if it were not installed
     import torch
     import transformers
 
