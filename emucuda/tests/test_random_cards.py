@@ -40,6 +40,7 @@ def test_a_plan_that_was_replaced_is_held_only_to_what_was_taken_under_it(monkey
     batches = _Batches([first, second, second], [90, 80, 76], [130, 120, 120])
     found = batches.figures()
     assert (found["predicted_allocated_bytes"], found["allocated_bytes"]) == (80, 80)
-    assert (found["predicted_reserved_bytes"], found["reserved_bytes"]) == (150, 130)
+    assert (found["predicted_reserved_bytes"], found["reserved_bytes"]) == (120, 120)
     assert found["exceeds_by"] == 0
     assert _Batches([first, second], [105, 80], [130, 120]).figures()["exceeds_by"] == 105 / 100 - 1
+    assert _Batches([first, second], [90, 80], [165, 120]).figures()["exceeds_by"] == 165 / 150 - 1

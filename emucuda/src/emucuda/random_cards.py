@@ -226,50 +226,68 @@ class _Batches:
     plans: list[Any] = dataclasses.field(default_factory=list)
     allocated_bytes: list[int] = dataclasses.field(default_factory=list)
     reserved_bytes: list[int] = dataclasses.field(default_factory=list)
+    _forward_bytes: int = 0
+    """What the forward has allocated in which another plan came."""
 
     def begin(self) -> None:
         """A forward begins: what was taken until now was under the plan before."""
         import torch
 
         self._note()
+        self._forward_bytes = 0
         torch.cuda.reset_peak_memory_stats()
 
     def follow(self, plan: Any) -> None:
-        """The forward is over; this plan was made for it, or before."""
+        """The forward is over; this plan was made for it, or before. What was reserved when another one came was held
+        under that one, and is given back by now."""
+        import torch
+
+        if self.plans and _promises(plan) != _promises(self.plans[-1]):
+            self._forward_bytes = torch.cuda.max_memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
         self.plans.append(plan)
 
     def _note(self) -> None:
         import torch
 
         if len(self.allocated_bytes) < len(self.plans):
-            self.allocated_bytes.append(torch.cuda.max_memory_allocated())
+            self.allocated_bytes.append(max(self._forward_bytes, torch.cuda.max_memory_allocated()))
             self.reserved_bytes.append(torch.cuda.max_memory_reserved())
 
     def figures(self) -> dict[str, Any]:
-        """Allocated bytes are those under the last plan, with its promise: one that was replaced before its first step
-        was over has shown nothing of it. Reserved ones are what the card held at most, and the highest promise."""
+        """The promise of the last plan, and what was taken under it: one that was replaced before its first step was
+        over has shown nothing of its own. But none may have been exceeded, by either figure."""
         from memscale.report.explain import what_is_done
 
         self._note()
         if not self.plans:
             return {"predicted_allocated_bytes": None, "predicted_reserved_bytes": None, "what": None}
         last = self.plans[-1]
+        allocated_bytes, reserved_bytes = self._highest_under(last)
         return {
             "predicted_allocated_bytes": last.predicted_allocated_bytes or 0,
-            "predicted_reserved_bytes": max(plan.predicted_reserved_bytes or 0 for plan in self.plans),
-            "allocated_bytes": self._highest_under(last),
-            "reserved_bytes": max(self.reserved_bytes),
-            "exceeds_by": max(self._highest_under(plan) / _promise(plan) - 1 for plan in self.plans),
+            "predicted_reserved_bytes": last.predicted_reserved_bytes or 0,
+            "allocated_bytes": allocated_bytes,
+            "reserved_bytes": reserved_bytes,
+            "exceeds_by": max(
+                taken / promised - 1
+                for plan in self.plans
+                for taken, promised in zip(self._highest_under(plan), _promises(plan), strict=True)
+            ),
             "what": what_is_done(last),
         }
 
-    def _highest_under(self, plan: Any) -> int:
-        taken = zip(self.plans, self.allocated_bytes, strict=True)
-        return max(num_bytes for other, num_bytes in taken if _promise(other) == _promise(plan))
+    def _highest_under(self, plan: Any) -> tuple[int, int]:
+        """What was allocated and reserved at most under this plan."""
+        taken = zip(self.plans, self.allocated_bytes, self.reserved_bytes, strict=True)
+        _, allocated, reserved = zip(*(one for one in taken if _promises(one[0]) == _promises(plan)), strict=True)
+        return max(allocated), max(reserved)
 
 
-def _promise(plan: Any) -> int:
-    return plan.predicted_allocated_bytes or plan.predicted_peak_bytes or 1
+def _promises(plan: Any) -> tuple[int, int]:
+    """What is to be allocated and reserved; live bytes stand for what is not promised."""
+    allocated_bytes = plan.predicted_allocated_bytes or plan.predicted_peak_bytes or 1
+    return allocated_bytes, plan.predicted_reserved_bytes or allocated_bytes
 
 
 def _train(case: Case, model: Any, batch: Any, optimizer: Any, batches: _Batches) -> None:
@@ -381,9 +399,11 @@ def _forked(case: Case, max_seconds: float) -> dict[str, Any]:
 
 def _child(max_seconds: float) -> None:
     """Cases come on stdin, one a line; outcomes go to stdout. What is loaded here no fork loads again; but PEFT asks
-    for cards when it is loaded, after which no fork may have one."""
+    for cards when it is loaded, after which no fork may have one. So does torchao, which transformers loads where it is
+    installed, and which no case needs."""
     import importlib
 
+    sys.modules["torchao"] = None  # type: ignore[assignment]  # as if it were not installed
     import torch
     import transformers
 

@@ -61,6 +61,8 @@ class Attachment:
         self.offloading = offloading
         self.loss_scale = loss_scale
         """What the plan before has scaled losses with."""
+        self.placed_from: torch.device | None = None
+        """Where the model was before the executor moved it to its device; None: it was not moved."""
         self.recomputed: list[RecomputedForward] = []
         """Blocks that are computed again in backward, for what wants to count them."""
         self.precision: Precision | None = None

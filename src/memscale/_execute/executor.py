@@ -22,16 +22,15 @@ from memscale._execute.attachment import Attachment
 from memscale._execute.interrupts import undisturbed
 from memscale._execute.malloc import is_short, return_freed_memory
 from memscale._execute.offloading import Offloading, without_reasons
+from memscale._execute.placement import Placement
 from memscale._execute.settings import ExecutionSettings, is_fake
 from memscale._plan import Action, AllocatorUse, LayerAction, Plan
-from memscale._progress import stage
 from memscale._torch.device_memory import total_peak_bytes
 from memscale._torch.overrides import EXECUTOR_ATTRIBUTE, find_module, keep_copies_clean
 from memscale.report.peak_against_time import PeakAgainstTime
 from memscale.report.step_memory import StepMemory
 from memscale.report.step_times import StepTimes
 from memscale.techniques import TECHNIQUES, technique_of
-from memscale.techniques.offload.parameters import state_following
 from memscale.techniques.precision.autocast import Precision
 from memscale.techniques.precision.loss_scale import LossScale
 from memscale.techniques.recompute import RecomputedForward, key_value_caches
@@ -89,6 +88,7 @@ class Executor:
         self.settings = settings or ExecutionSettings()
         self._techniques = contextlib.ExitStack()
         self._undo = contextlib.ExitStack()
+        self._placement = Placement(self._model)
         self._recomputed: list[RecomputedForward] = []
         known = weakref.ref(optimizer) if optimizer is not None else None
         self._offloading = Offloading(self._model, self.settings, known)
@@ -177,6 +177,7 @@ class Executor:
     def turn_to(self, settings: ExecutionSettings) -> None:
         """The model computes elsewhere now: the plan is taken off, and optimizer state goes where parameters are."""
         self.suspend()
+        self._placement.end()
         self._offloading.turn_to(settings)
         self.settings = settings
 
@@ -231,6 +232,7 @@ class Executor:
         """
         actions = tuple(actions)
         with contextlib.ExitStack() as failing, contextlib.ExitStack() as undo:
+            failing.callback(self._placement.end)
             if self._offloading.parked is None:
                 failing.callback(self._offloading.give_back)
             undo.callback(self._recomputed.clear)
@@ -238,8 +240,10 @@ class Executor:
             undo.callback(self._forget_precision)
             if actions and self._device_type() == "cpu" and not is_fake(self.model) and is_short(peak_bytes):
                 return_freed_memory(self.model, undo)
-            self._place(actions, undo)
+            is_placed = self._place(actions)
             self._attach_techniques(actions, undo, waiting_bytes)
+            if is_placed:
+                self._placement.hand_over()
             self._cache_is_off = self._watch_caches(actions, undo)
             if not is_fake(self.model):
                 reserving.attach(allocator or AllocatorUse(), self.model, undo, self._undo)
@@ -250,6 +254,7 @@ class Executor:
         self, actions: Sequence[Action], undo: contextlib.ExitStack, waiting_bytes: int | None
     ) -> None:
         to = Attachment(self.model, self.settings, undo, self._offloading, waiting_bytes, self._loss_scale)
+        to.placed_from = self._placement.came_from
         for technique in _IN_ORDER:
             mine = [action for action in actions if technique_of(action) is technique]
             if mine:
@@ -271,12 +276,13 @@ class Executor:
     def _forget_precision(self) -> None:
         self._precision, self._begun = None, []
 
-    def _place(self, actions: Sequence[Action], undo: contextlib.ExitStack) -> None:
-        """Put the model where it computes. Streamed layers are placed by what streams them."""
+    def _place(self, actions: Sequence[Action]) -> bool:
+        """Put the model where it computes. True: the plan streams layers, and what streams them places the model."""
         device = self.settings.device
         is_placed = any(technique_of(action).places_model for action in actions)
         if device is not None and not is_placed and not is_fake(self.model):
-            place(self.model, device, undo)
+            self._placement.move_to(device)
+        return is_placed
 
     def _device_type(self) -> str:
         return self.settings.device_of(self.model).type
@@ -294,6 +300,7 @@ class Executor:
             if not self.detached:
                 self.detached = True
                 last_first.callback(self._undo.close)
+                last_first.callback(self._placement.end)
                 # When parameters are back: their state goes where they are.
                 last_first.callback(self._offloading.give_back)
                 last_first.callback(self._techniques.close)
@@ -463,26 +470,6 @@ def executor_of(model: nn.Module) -> Executor | None:
     """The model's own executor, if it is wrapped."""
     executor = vars(model).get(EXECUTOR_ATTRIBUTE)
     return executor if isinstance(executor, Executor) else None
-
-
-def place(model: nn.Module, device: torch.device, undo: contextlib.ExitStack) -> None:
-    """Move the model to its device until undone, keeping its `Parameter` objects."""
-    homes = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    if {home.type for home in homes} <= {device.type}:
-        return
-    if len(homes) > 1:
-        raise PlanError(f"the model lies on several devices ({', '.join(sorted(map(str, homes)))}); move it to one")
-    following = state_following.attach(model, undo)  # undone after the move: state follows its parameters both ways
-    undo.callback(_move_back, weakref.ref(model), homes.pop())
-    with stage(f"moving {type(model).__name__} to {device}"):
-        model.to(device)
-        state_following.follow_all(following)
-
-
-def _move_back(model_ref: weakref.ref[nn.Module], device: torch.device) -> None:
-    model = model_ref()
-    if model is not None:
-        model.to(device)
 
 
 def _forget(model_ref: weakref.ref[nn.Module], executor_ref: weakref.ref[Executor]) -> None:

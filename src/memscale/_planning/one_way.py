@@ -43,7 +43,7 @@ from memscale._planning.job import Job
 from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.reserved.allocation_log import AllocationLog
 from memscale._planning.reserved.allocations import Start, allocator_settings, reserved_of, settings_before_plans
-from memscale._planning.reserved.found_memory import find_memory
+from memscale._planning.reserved.found_memory import came_first, find_memory, find_placed
 from memscale._planning.reserved.least_reserved import growing, least_reserved
 from memscale._planning.reserved.recording import (
     Beginning,
@@ -397,11 +397,13 @@ class OneWay(Trials):
             beginning=self._beginning,
         )
 
-    @property
+    @functools.cached_property
     def _beginning(self) -> Beginning:
         """The order in which model and batch come to the device; to a card that is elsewhere, the model comes first."""
         device_type = self.hardware.device_type
         from_host = all(tensor.device.type != device_type for tensor in self.model.parameters())
+        if self.hardware.present and self.hardware.has_caching_allocator and not from_host:
+            return Beginning(inputs_first=came_first(self.model, self.inputs, device_type))
         on_device = any(tensor.device.type == device_type for tensor in self.inputs.tensors())
         return Beginning(inputs_first=on_device and from_host, from_host=self.hardware.present and from_host)
 
@@ -448,14 +450,17 @@ class OneWay(Trials):
 
     @functools.cached_property
     def _start(self) -> Start:
-        """What steps begin with: memory as it is where a step has begun; else settings that weights may have been
-        placed under, too. See NOTE [two starts] in allocations.py."""
+        """What steps begin with: memory as it is where a step has begun; else which weights were placed under other
+        settings, or may have been. See NOTE [two starts] in allocations.py."""
         if not self.hardware.present:
             return None
         found = None
         if self.rehearsal.holds_gradients and not self.rehearsal.leaves_gradients and not self._has_state:
             found = find_memory(self.model, self.inputs, self.hardware.device_type)
-        return found or settings_before_plans()
+        before = settings_before_plans()
+        if found is not None or before is None or before.expandable_segments == self.allocator.expandable_segments:
+            return found or before
+        return find_placed(before, self.model, self.inputs, self.hardware.device_type) or before
 
     @property
     def _has_state(self) -> bool:

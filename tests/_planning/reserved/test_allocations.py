@@ -17,6 +17,7 @@ from memscale._hardware.allocator_environment import SMALL_PAGES
 from memscale._plan import AllocatorUse
 from memscale._planning.reserved.allocation_log import Allocated, AllocationLog, Event, Freed, Multiplied
 from memscale._planning.reserved.allocations import WORKSPACE_BYTES, Reserved, reserved_of
+from memscale._planning.reserved.found_memory import PlacedBefore
 from memscale._planning.reserved.recording import Beginning, record_steps
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
@@ -301,6 +302,34 @@ def test_what_a_kernel_takes_inside_itself_is_cached() -> None:
     log.pass_by([30 * MIB, 512])
     log.allocate(1, 40 * MIB)
     assert reserved_of(log, workspace_bytes=0, num_steps=1) == Reserved(40 * MIB, 40 * MIB, 72 * MIB)
+
+
+def test_what_a_kernel_needs_twice_stays_between() -> None:
+    log = AllocationLog()
+    events = log.begin_step()
+    log.pass_by([30, 7, 7], [7, 20])
+    sizes = {event.serial: event.num_bytes for event in events if isinstance(event, Allocated)}
+    shown = [(type(event).__name__, sizes[event.serial]) for event in events if isinstance(event, Allocated | Freed)]
+    allocated, freed = "Allocated", "Freed"
+    assert shown[:3] == [(allocated, 30), (allocated, 7), (allocated, 7)]
+    assert shown[3:6] == [(freed, 7), (freed, 30), (allocated, 20)], "the 7 that came last is there with the 20"
+    assert shown[6:] == [(freed, 7), (freed, 20)]
+    serials = [event.serial for event in events if isinstance(event, Freed)]
+    assert serials == [1, 0, 2, 3]
+
+
+def test_weights_are_placed_under_the_settings_of_their_time() -> None:
+    """Two of 12 MiB: in segments of their own, or one behind the other where segments grow."""
+    log = AllocationLog()
+    for key in range(2):
+        log.allocate(key, 12 * MIB + 512)
+    log.origins = {key: ("parameter", key) for key in range(2)}
+    log.begin_step()
+    before, now = AllocatorSettings(), parse_settings("expandable_segments:True,large_segment_size_mb:2")
+    sizes = {frozenset[int](): 26, frozenset({1}): 28, frozenset({0, 1}): 28}
+    for earlier, mib in sizes.items():
+        start = PlacedBefore(before, frozenset(("parameter", position) for position in earlier))
+        assert reserved_of(log, now, workspace_bytes=0, start=start).reserved_peak_bytes == mib * MIB
 
 
 def test_a_card_that_is_too_small() -> None:

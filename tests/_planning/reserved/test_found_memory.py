@@ -15,9 +15,17 @@ from memscale._hardware.allocator_environment import SMALL_PAGES
 from memscale._plan import AllocatorUse
 from memscale._planning.job import Job
 from memscale._planning.planner import Planner
+from memscale._planning.reserved import found_memory
 from memscale._planning.reserved.allocation_log import AllocationLog, Resumed
 from memscale._planning.reserved.allocations import Reserved, reserved_of
-from memscale._planning.reserved.found_memory import FoundMemory, find_memory, segments_in
+from memscale._planning.reserved.found_memory import (
+    FoundMemory,
+    came_first,
+    find_memory,
+    find_placed,
+    oldest_first,
+    segments_in,
+)
 from memscale._profile.inputs import Inputs
 from memscale._units import MIB
 
@@ -85,6 +93,13 @@ def test_what_nobody_knows_goes_with_the_earlier_plan() -> None:
     assert played(after_another_plan(others_bytes=50 * MIB)) == played(after_another_plan())
 
 
+def test_small_blocks_that_nobody_knows_go_as_well() -> None:
+    """Such as the loss of the batch before, which goes when that of the next one is there."""
+    found = after_another_plan(others_bytes=512)
+    assert found != after_another_plan()
+    assert played(found) == played(after_another_plan())
+
+
 def test_a_gradient_that_was_elsewhere_is_placed_anew() -> None:
     found = played(after_another_plan(has_gradient=False))
     assert found.requested_peak_bytes == played(None).requested_peak_bytes
@@ -132,3 +147,70 @@ def test_segments_as_pytorch_tells_them() -> None:
 def test_later_steps_are_played_whole(num_steps: int) -> None:
     found = reserved_of(by_hand(), num_steps=num_steps, workspace_bytes=WORKSPACE_BYTES, start=after_another_plan())
     assert found.reserved_peak_bytes == HELD_BESIDE_BYTES, "the room of the gradient is found again"
+
+
+# ---- what lies where, on a card that tells
+
+
+class Teller:
+    """A card with two segments, the one at the higher address made first, and a batch in front of the model."""
+
+    def __init__(self, model: nn.Module, inputs: Inputs, monkeypatch: pytest.MonkeyPatch) -> None:
+        weights, (batch,) = list(model.parameters()), inputs.tensors()
+        at = {batch: 0x900000, weights[0]: 0x900200, weights[1]: 0x900400, weights[2]: 0x200000, weights[3]: 0x200200}
+        self.at = {id(tensor): address for tensor, address in at.items()}
+        self.is_expandable = {0x900000: False, 0x200000: True}
+        monkeypatch.setattr(torch, "get_device_module", lambda device_type: self)
+        monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+        monkeypatch.setattr(found_memory, "_addresses", self._addresses)
+
+    def _addresses(self, kind: str, tensors: Any, device_type: str) -> Any:
+        return [((kind, position), self.at[id(tensor)]) for position, tensor in enumerate(tensors)]
+
+    def memory_snapshot(self) -> list[dict[str, Any]]:
+        return [segment(address=place, is_expandable=kind) for place, kind in self.is_expandable.items()]
+
+
+@pytest.fixture
+def teller(monkeypatch: pytest.MonkeyPatch) -> tuple[Teller, nn.Module, Inputs]:
+    model, inputs = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), Inputs((torch.zeros(2, 4),), {})
+    return Teller(model, inputs, monkeypatch), model, inputs
+
+
+def test_which_weights_were_placed_before(teller: tuple[Teller, nn.Module, Inputs]) -> None:
+    card, model, inputs = teller
+    found = find_placed(AllocatorSettings(), model, inputs, "card")
+    assert found is not None
+    assert found.origins == {("input", 0), ("parameter", 0), ("parameter", 1)}
+    card.is_expandable = dict.fromkeys(card.is_expandable, True)
+    found = find_placed(AllocatorSettings(), model, inputs, "card")
+    assert found is not None
+    assert not found.origins
+
+
+def test_a_batch_in_front_of_the_model_was_there_first(teller: tuple[Teller, nn.Module, Inputs]) -> None:
+    card, model, inputs = teller
+    assert came_first(model, inputs, "card")
+    batch = next(iter(inputs.tensors()))
+    card.at[id(batch)] = 0x900600
+    assert not came_first(model, inputs, "card"), "behind the weights of its segment"
+    card.is_expandable[0xB00000] = False
+    card.at[id(batch)] = 0xB00000
+    assert not came_first(model, inputs, "card"), "in a segment without weights"
+
+
+def test_nothing_is_known_where_the_allocator_does_not_tell() -> None:
+    model, inputs = nn.Linear(4, 4), Inputs((torch.zeros(2, 4),), {})
+    assert find_placed(AllocatorSettings(), model, inputs, "cpu") is None
+    assert not came_first(model, inputs, "cpu")
+
+
+@pytest.mark.parametrize("direction", [1, -1])
+def test_segments_are_adopted_by_age(direction: int) -> None:
+    """Weights came in their order, gradients from the last to the first; what lies between them goes with them."""
+    places = {("parameter", 0): 1, ("parameter", 1): 2, ("gradient", 1): 4, ("gradient", 0): 5}
+    starts = sorted(direction * number * 2 * MIB for number in range(1, 6))
+    addresses = {origin: direction * number * 2 * MIB + 512 for origin, number in places.items()}
+    segments = list(segments_in([segment(address=start) for start in starts], 0))
+    found = [one.address // (direction * 2 * MIB) for one in oldest_first(segments, addresses)]
+    assert found == [1, 2, 3, 4, 5]

@@ -126,14 +126,24 @@ class AllocationLog:
         if serial is not None:  # else it has left the device before
             self._free_serial(serial)
 
-    def pass_by(self, sizes: Iterable[int]) -> None:
-        """A kernel allocates these inside itself, and frees them when it has all of them."""
-        serials = []
-        for num_bytes in sizes:
-            serials.append(self.new_serial())
-            self._now.append(Allocated(serials[-1], num_bytes, self.place))
-        for serial in serials:
-            self._now.append(Freed(serial))
+    def pass_by(self, *groups: Iterable[int]) -> None:
+        """A kernel allocates these sizes inside itself, one group after the other, and frees them all.
+
+        What is in the next group as well stays until then; of equal ones that which came last.
+        """
+        now, here = self._now, list[Allocated]()
+        for group in groups:
+            missing, staying = list(group), list[Allocated]()
+            for one in reversed(here):
+                if one.num_bytes in missing:
+                    missing.remove(one.num_bytes)
+                    staying.append(one)
+                else:
+                    now.append(Freed(one.serial))
+            new = [Allocated(self.new_serial(), num_bytes, self.place) for num_bytes in missing]
+            now += new
+            here = [*staying[::-1], *new]
+        now += [Freed(one.serial) for one in here]
 
     def leave(self, keys: Iterable[int]) -> None:
         """What lives under these keys leaves the device, and what is cached with it."""

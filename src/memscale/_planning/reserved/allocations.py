@@ -30,7 +30,7 @@ from memscale._planning.reserved.allocation_log import (
     Resumed,
     Thread,
 )
-from memscale._planning.reserved.found_memory import FoundMemory
+from memscale._planning.reserved.found_memory import FoundMemory, PlacedBefore
 from memscale._units import show_bytes
 
 logger = logging.getLogger("memscale")
@@ -42,9 +42,9 @@ NUM_STEPS = 3
 """How many steps are played: in the second the optimizer's state is there, in the third memory is as the second left
 it."""
 
-Start = AllocatorSettings | FoundMemory | None
-"""What steps begin with: weights placed under these settings, or memory as it was found; None: nothing but their own
-settings."""
+Start = AllocatorSettings | PlacedBefore | FoundMemory | None
+"""What steps begin with: weights placed under these settings, or some of them; or memory as it was found; None: nothing
+but their own settings."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,8 +75,9 @@ def settings_before_plans() -> AllocatorSettings | None:
     """What the allocator was set to before a plan changed that; None: no plan has, or our model knows nothing of it.
 
     NOTE [two starts]: a model's weights may have been placed before an earlier plan switched to segments that grow, or
-    after. Segments stay what they are, and what is free around weights in ordinary ones is of less use. So steps are
-    played from both, and the higher is told.
+    after. Segments stay what they are, and what is free around weights in ordinary ones is of less use. Where the
+    allocator tells which weights lie in which, they are placed so (`found_memory.find_placed`); else steps are played
+    from both, and the higher is told.
     """
     if settings_in_force() == own_settings():
         return None
@@ -102,12 +103,17 @@ def reserved_of(
     `workspace_bytes` is what cuBLAS takes for each thread that multiplies matrices; 0: nothing. `use` is what a plan
     asks of the allocator, once it is attached. Raises `OutOfMemoryError` where `capacity_bytes` do not suffice, and
     `HoldsMore` as soon as more than `most_bytes` are held in a step. `start`: the settings under which the weights
-    may have been placed, too, see NOTE [two starts]; or the memory in which a step that has begun goes on.
+    may have been placed, too, or which of them were, see NOTE [two starts]; or the memory in which a step goes on that
+    has begun.
     """
     parts = log.played(num_steps)
     if isinstance(start, FoundMemory):
         replay = Replay(CachingAllocator(settings, capacity_bytes), workspace_bytes)
         return _reserved_from(replay, replay.go_on(start, log.origins, parts), settings, use, most_bytes)
+    if isinstance(start, PlacedBefore):
+        replay = Replay(CachingAllocator(settings, capacity_bytes), workspace_bytes)
+        parts[0] = replay.place(start, log.origins, parts[0], settings or AllocatorSettings())
+        return _reserved_from(replay, parts, settings, use, most_bytes)
     found = []
     for placed in [settings] if start is None else [settings, start]:
         replay = Replay(CachingAllocator(placed, capacity_bytes), workspace_bytes)
@@ -161,8 +167,9 @@ class Replay:
     def go_on(self, found: FoundMemory, origins: Mapping[int, Origin], parts: list[list[Event]]) -> list[list[Event]]:
         """Take over the memory of a step that has begun; what is left to be played of these parts.
 
-        A plan that is made then begins with nothing cached (`begin_afresh`). Large blocks that belong to nothing in the
-        log were the earlier plan's, and go with it, or are the loop's, and are counted apart.
+        A plan that is made then begins with nothing cached (`begin_afresh`). Blocks that belong to nothing in the log
+        were the earlier plan's or the earlier batch's, as its loss is, and go with these, or are the loop's, and are
+        counted apart.
         """
         blocks = self.memory.adopt(found.segments)
         at = {origin: blocks[address] for origin, address in found.addresses.items() if address in blocks}
@@ -179,15 +186,25 @@ class Replay:
         return [[*came, *missing, Emptied()], first[index + 1 :], *others]
 
     def _let_go(self, blocks: Mapping[int, Block], known: set[Block]) -> None:
-        """Free what is not known, but for workspaces and what is small."""
+        """Free what is not known, but for workspaces."""
         threads: list[Thread] = ["backward", "forward"]
         for block in blocks.values():
-            if block.state != "allocated" or block in known or block.pool.is_small:
+            if block.state != "allocated" or block in known:
                 continue
             if block.requested_bytes == self._workspace_bytes and threads:
                 self._threads.add(threads.pop())
             else:
                 self.memory.free(block)
+
+    def place(
+        self, placed: PlacedBefore, origins: Mapping[int, Origin], before: list[Event], settings: AllocatorSettings
+    ) -> list[Event]:
+        """Play what comes before the steps, each tensor under the settings that were in force then; what is left."""
+        for event in before:
+            is_earlier = isinstance(event, Allocated) and origins.get(event.serial) in placed.origins
+            self.memory.configure(placed.settings if is_earlier else settings)
+            self.play([event])
+        return []
 
     def follow(self, use: AllocatorUse) -> None:
         """Set the allocator as the executor does when a plan is attached."""

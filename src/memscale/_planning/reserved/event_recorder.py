@@ -109,8 +109,7 @@ class EventRecorder(LogRecorder):
         if func in PRODUCTS:
             self.events.multiply(self.thread)
         elif self._has_card_kernels:
-            for sizes in self._kernels.inside(func, args, result, kwargs):
-                self.events.pass_by(sizes)
+            self.events.pass_by(*self._kernels.inside(func, args, result, kwargs))
         return result
 
     def _run_opened(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -3,6 +3,8 @@
     found = find_memory(model, inputs, "cuda")      # None where no gradients lie on the card
     reserved_of(log, settings, start=found)         # the step goes on from there
 
+    find_placed(before, model, inputs, "cuda")      # which weights lie in segments that do not grow
+
 A loop that adds up gradients shows it when its second batch begins. The gradients of the first lie in segments that the
 plan before has made, in the sizes of that plan's tensors, and stay there until the optimizer has stepped; so do the
 workspaces of matrix products, for good. What the next plan holds beside them depends on what is free around them.
@@ -10,15 +12,17 @@ workspaces of matrix products, for good. What the next plan holds beside them de
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from memscale._decide.allocator.blocks import BlockState, SegmentState
+from memscale._decide.allocator.settings import AllocatorSettings
 from memscale._planning.reserved.allocation_log import Origin
 from memscale._profile.inputs import Inputs
 from memscale._torch import private
@@ -28,26 +32,89 @@ _STATES: dict[str, Any] = {"active_allocated": "allocated", "active_awaiting_fre
 """States by PyTorch's words; all others are free."""
 
 
+_AGES = {"parameter": 0, "buffer": 0, "input": 1, "gradient": 2}
+"""What comes first, by the kinds of origins."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class FoundMemory:
     """What an allocator holds, and where in it the tensors of a training step lie."""
 
     segments: tuple[SegmentState, ...]
+    """Oldest first."""
     addresses: Mapping[Origin, int]
     """Where parameters, buffers, inputs and gradients lie."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlacedBefore:
+    """Which tensors an allocator placed while it was set otherwise. See NOTE [two starts] in allocations.py."""
+
+    settings: AllocatorSettings
+    origins: frozenset[Origin]
+
+
+def find_placed(before: AllocatorSettings, model: nn.Module, inputs: Inputs, device_type: str) -> PlacedBefore | None:
+    """What was placed under the settings that were in force before a plan let segments grow; None where the allocator
+    does not tell, or nothing lies on the device."""
+    addresses = dict(_all_addresses(model, inputs, device_type))
+    segments = _segments_on(device_type) if addresses else None
+    if segments is None:
+        return None
+    spans = [(one.address, one.address + one.size_bytes) for one in segments if not one.is_expandable]
+    there = (origin for origin, address in addresses.items() if any(start <= address < end for start, end in spans))
+    return PlacedBefore(before, frozenset(there))
 
 
 def find_memory(model: nn.Module, inputs: Inputs, device_type: str) -> FoundMemory | None:
     """What the device's allocator holds; None where it does not tell, or no gradients are there."""
     gradients = [held_gradient(parameter) if parameter.is_leaf else None for parameter in model.parameters()]
     addresses = dict(_addresses("gradient", gradients, device_type))
-    snapshot = getattr(torch.get_device_module(device_type), "memory_snapshot", None) if addresses else None
+    segments = _segments_on(device_type) if addresses else None
+    if segments is None:
+        return None
+    addresses.update(_all_addresses(model, inputs, device_type))
+    return FoundMemory(tuple(oldest_first(segments, addresses)), addresses)
+
+
+def oldest_first(segments: list[SegmentState], addresses: Mapping[Origin, int]) -> list[SegmentState]:
+    """Segments that are given by address, in the order in which they were made, as far as that can be known.
+
+    NOTE [ages that nobody tells]: of free blocks of one size PyTorch takes that in the oldest segment, and a snapshot
+    does not say which is older. A driver hands out addresses in one direction for the most part; which one is seen by
+    what came one after the other: weights, and gradients from the last to the first.
+    """
+    came = sorted(
+        addresses, key=lambda origin: (_AGES[origin[0]], -origin[1] if origin[0] == "gradient" else origin[1])
+    )
+    starts = [segment.address for segment in segments]
+    places = dict.fromkeys(bisect.bisect_right(starts, addresses[origin]) for origin in came)
+    rises = sum(1 if later > earlier else -1 for earlier, later in itertools.combinations(places, 2))
+    return segments if rises >= 0 else segments[::-1]
+
+
+def came_first(model: nn.Module, inputs: Inputs, device_type: str) -> bool:
+    """Whether the batch was on the device before the model: it lies before the weights in a segment that they share."""
+    segments = _segments_on(device_type)
+    if segments is None:
+        return False
+    starts = [segment.address for segment in segments]
+    of_weights = [address for _, address in _addresses("parameter", model.parameters(), device_type)]
+    for _, address in _addresses("input", inputs.tensors(), device_type):
+        shared = bisect.bisect_right(starts, address)
+        beside = [weight for weight in of_weights if bisect.bisect_right(starts, weight) == shared]
+        if beside:
+            return address < min(beside)
+    return False
+
+
+def _segments_on(device_type: str) -> list[SegmentState] | None:
+    """By address; None where the allocator does not tell."""
+    snapshot = getattr(torch.get_device_module(device_type), "memory_snapshot", None)
     if snapshot is None:
         return None
-    addresses.update(_addresses("parameter", model.parameters(), device_type))
-    addresses.update(_addresses("buffer", model.buffers(), device_type))
-    addresses.update(_addresses("input", inputs.tensors(), device_type))
-    return FoundMemory(tuple(segments_in(snapshot(), torch.accelerator.current_device_index())), addresses)
+    found = segments_in(snapshot(), torch.accelerator.current_device_index())
+    return sorted(found, key=lambda segment: segment.address)
 
 
 def segments_in(snapshot: Iterable[Mapping[str, Any]], device_index: int) -> Iterable[SegmentState]:
@@ -61,6 +128,13 @@ def segments_in(snapshot: Iterable[Mapping[str, Any]], device_index: int) -> Ite
             is_small = segment["segment_type"] == "small"
             place = segment["address"], segment["total_size"], segment["stream"]
             yield SegmentState(*place, is_small, blocks, segment["is_expandable"])
+
+
+def _all_addresses(model: nn.Module, inputs: Inputs, device_type: str) -> Iterator[tuple[Origin, int]]:
+    """Of what is there before a step."""
+    yield from _addresses("parameter", model.parameters(), device_type)
+    yield from _addresses("buffer", model.buffers(), device_type)
+    yield from _addresses("input", inputs.tensors(), device_type)
 
 
 def _addresses(kind: str, tensors: Iterable[torch.Tensor | None], device_type: str) -> Iterable[tuple[Origin, int]]:

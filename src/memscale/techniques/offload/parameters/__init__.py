@@ -52,6 +52,7 @@ def _attach(actions: Sequence[StreamParameters], to: Attachment) -> None:
         host_budget_bytes=settings.host_budget_bytes,
         gradient_window_bytes=min(settings.async_config.window_bytes, streaming.GRADIENT_WINDOW_BYTES),
         verify=settings.verify,
+        placed_from=to.placed_from,
     )
     previous = to.offloading.handed_over
     streamer = to.users["streaming"] = streaming.attach(actions, to.model, to.device, to.undo, how, previous)

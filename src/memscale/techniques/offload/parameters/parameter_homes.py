@@ -76,9 +76,11 @@ def parameters_in(slots: Iterable[Slot]) -> list[torch.Tensor]:
 
 
 def overlapping(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return the tensors in groups that share memory; most groups have one member."""
+    """Return the tensors in groups that share memory; most groups have one member. Groups come in the order of their
+    first members: addresses would put them into another one in each process, and memory that is filled in it."""
+    once = {id(tensor): tensor for tensor in tensors}
     spans: list[tuple[int, int, int, torch.Tensor]] = []
-    for tensor in {id(tensor): tensor for tensor in tensors}.values():
+    for tensor in once.values():
         is_strided = tensor.layout is torch.strided
         start = int(tensor.storage_offset()) * tensor.dtype.itemsize if is_strided else 0
         span = Layout.of(tensor).span * tensor.dtype.itemsize if is_strided else 0
@@ -94,14 +96,17 @@ def overlapping(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
         else:
             groups.append([tensor])
             last_key, last_end = key, end
-    return groups
+    position = {number: index for index, number in enumerate(once)}
+    return sorted(groups, key=lambda group: min(position[id(tensor)] for tensor in group))
 
 
 class Homes:
     """Moves the streamed parameters of one model home and everything else to the device, until `restore`."""
 
-    def __init__(self, device: torch.device, store: Store | None) -> None:
+    def __init__(self, device: torch.device, store: Store | None, placed_from: torch.device | None = None) -> None:
         self.device = device
+        self._placed_from = placed_from
+        """Where the model was before the plan before had it on the device. See NOTE [placed from plan to plan]."""
         self.store = store
         """The pinned memory for homes. None means plain memory; a store without bytes is for fake tensors."""
         self._tickets: weakref.WeakValueDictionary[int, Ticket] = weakref.WeakValueDictionary()  # by address
@@ -126,7 +131,7 @@ class Homes:
         is_move, self._streamed = streamed != self._streamed, set(streamed)
         slots = slots_of(model.modules(), buffers=True)
         came_from = {id(slot.get()): device for slot, device in self._devices}  # see NOTE [from plan to plan]
-        self._devices = [(slot, came_from.get(id(slot.get()), slot.get().device)) for slot in slots]
+        self._devices = [(slot, came_from.get(id(slot.get()), self._origin(slot.get()))) for slot in slots]
         self._next = None
         self._streamed_places = {slot.place for slot in slots if id(slot.get()) in streamed}
         parameters = [slot.get() for slot in slots if not slot.is_buffer]
@@ -145,6 +150,12 @@ class Homes:
         for group in overlapping(others):
             _relocate(group, self.device)
         return True
+
+    def _origin(self, tensor: torch.Tensor) -> torch.device:
+        """Where a tensor goes back to that no plan before has moved home."""
+        if self._placed_from is None or tensor.device != self.device:
+            return tensor.device
+        return self._placed_from
 
     def admit(self, streamed: Iterable[Slot], others: Iterable[Slot]) -> None:
         """Give homes to what has come into these slots since `move_in`, and move the others to the device.

@@ -388,6 +388,8 @@ class Streaming:
     gradient_window_bytes: int = GRADIENT_WINDOW_BYTES
     verify: bool = False
     """Look whether layers change the copies of their parameters, or compute something else a second time."""
+    placed_from: torch.device | None = None
+    """Where what is on the device now is to go back to; None: it stays there."""
 
 
 AS_USUAL = Streaming()
@@ -588,7 +590,7 @@ def _open(
     else:
         largest_bytes = LARGEST_SEGMENT_BYTES
         store = HostStore(how.host_budget_bytes, pinned=how.asynchronous, segment_bytes=largest_bytes, splits=False)
-    homes = Homes(device, store if how.asynchronous or is_fake else None)
+    homes = Homes(device, store if how.asynchronous or is_fake else None, how.placed_from)
     undo.callback(_close, homes, store)
     transfers = Transfers(device, store, asynchronous=how.asynchronous, window_bytes=how.gradient_window_bytes)
     undo.callback(_close, homes, transfers)
