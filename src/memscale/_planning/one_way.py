@@ -43,10 +43,10 @@ from memscale._planning.job import Job
 from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.reserved.allocation_log import AllocationLog
 from memscale._planning.reserved.allocations import Start, allocator_settings, reserved_of, settings_before_plans
-from memscale._planning.reserved.found_memory import came_first, find_memory, find_placed
+from memscale._planning.reserved.beginning import Beginning, beginning_of
+from memscale._planning.reserved.found_memory import find_memory, find_placed
 from memscale._planning.reserved.least_reserved import growing, least_reserved
 from memscale._planning.reserved.recording import (
-    Beginning,
     Shortcuts,
     UnderPlan,
     highest_of,
@@ -399,13 +399,7 @@ class OneWay(Trials):
 
     @functools.cached_property
     def _beginning(self) -> Beginning:
-        """The order in which model and batch come to the device; to a card that is elsewhere, the model comes first."""
-        device_type = self.hardware.device_type
-        from_host = all(tensor.device.type != device_type for tensor in self.model.parameters())
-        if self.hardware.present and self.hardware.has_caching_allocator and not from_host:
-            return Beginning(inputs_first=came_first(self.model, self.inputs, device_type))
-        on_device = any(tensor.device.type == device_type for tensor in self.inputs.tensors())
-        return Beginning(inputs_first=on_device and from_host, from_host=self.hardware.present and from_host)
+        return beginning_of(self.model, self.inputs, self.hardware)
 
     def _learns(self, actions: tuple[Action, ...]) -> bool:
         """Whether the second step may differ from the first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import itertools
 
@@ -13,12 +14,14 @@ import memscale
 from memscale import zoo
 from memscale._decide.allocator import OutOfMemoryError
 from memscale._decide.allocator.settings import AllocatorSettings, parse_settings
+from memscale._hardware import Hardware
 from memscale._hardware.allocator_environment import SMALL_PAGES
 from memscale._plan import AllocatorUse
-from memscale._planning.reserved.allocation_log import Allocated, AllocationLog, Event, Freed, Multiplied
+from memscale._planning.reserved.allocation_log import Allocated, AllocationLog, Arrival, Event, Freed, Multiplied
 from memscale._planning.reserved.allocations import WORKSPACE_BYTES, Reserved, reserved_of
+from memscale._planning.reserved.beginning import Beginning, beginning_of
 from memscale._planning.reserved.found_memory import PlacedBefore
-from memscale._planning.reserved.recording import Beginning, record_steps
+from memscale._planning.reserved.recording import record_steps
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
 from memscale._torch.live_bytes import LiveBytes
@@ -26,6 +29,7 @@ from tests.conftest import freeze_what_is_left
 from tests.models import WIDTH, features, small, square_loss
 
 MIB = 1 << 20
+CARD = dataclasses.replace(Hardware.from_name("RTX 3090"), present=True)
 
 
 @pytest.fixture(autouse=True)
@@ -142,6 +146,52 @@ def test_what_is_there_before_a_step_comes_in_its_order(inputs_first: bool) -> N
     phases = [event.place.phase for event in log.before if isinstance(event, Allocated) and event.place is not None]
     assert phases == sorted(phases, reverse=not inputs_first)
     assert set(phases) == {"inputs", "parameters"}
+
+
+def log_with_a_batch() -> AllocationLog:
+    """A weight, then a batch, then steps that make an activation."""
+    log = AllocationLog()
+    log.before = [Allocated(0, 4 * MIB), Allocated(1, 30 * MIB)]
+    log.origins = {0: ("parameter", 0), 1: ("input", 0)}
+    log.steps = [[Allocated(2, 3 * MIB), Freed(2)]]
+    return log
+
+
+def test_a_batch_may_come_after_the_plan_and_with_each_step() -> None:
+    log = log_with_a_batch()
+    weight, batch, step = log.before[0], log.before[1], log.steps[0]
+    assert log.played(2) == [[weight, batch], step, step]
+    assert log.played(2, "once") == [[weight], [batch, *step], step]
+    assert log.played(2, "each step") == [[weight], [batch, *step], [batch, *step]]
+
+
+def test_the_arrival_that_reserves_most_is_told() -> None:
+    """A new batch comes before the old one goes: two are there."""
+    log = log_with_a_batch()
+    found = {}
+    for arrivals in [("before",), ("once",), ("each step",), ("before", "each step")]:
+        log.arrivals = arrivals
+        found[arrivals] = reserved_of(log)
+    assert found["before",] == found["once",]
+    assert found["each step",].reserved_peak_bytes == found["before",].reserved_peak_bytes + 30 * MIB
+    assert found["each step",].allocated_peak_bytes == 64 * MIB
+    assert found["before", "each step"] == found["each step",]
+
+
+@pytest.mark.parametrize(
+    ("batch", "card", "arrivals"),
+    [
+        (torch.empty(1024, 257), CARD, ("once", "each step")),
+        (torch.empty(1024, 256), CARD, ("before",)),
+        (torch.empty(1024, 257, device="meta"), dataclasses.replace(CARD, device_type="meta"), ("before", "each step")),
+        (torch.empty(1024, 257), dataclasses.replace(CARD, present=False), ("before",)),
+    ],
+    ids=["on the host", "small", "on the device", "a card that is elsewhere"],
+)
+def test_when_large_batches_come_is_not_known(
+    batch: torch.Tensor, card: Hardware, arrivals: tuple[Arrival, ...]
+) -> None:
+    assert beginning_of(small(), Inputs.from_sample(batch), card).arrivals == arrivals
 
 
 def test_counters_of_a_fused_step_are_on_the_device() -> None:

@@ -54,6 +54,15 @@ class Reached:
     point: ReleasePoint
 
 
+Arrival = Literal["before", "once", "each step"]
+"""When the batch comes to the device: before a plan is attached, after that and once, or a new one with each step.
+
+NOTE [arriving batches]: a loop makes a plan from a batch that lies on the host, or on the device, and then moves each
+batch to the device, or keeps one there. Nobody knows which until it trains. Where batches are large, each of them takes
+another place among the weights, and what is reserved may differ by some percent: steps are played with every order that
+may come, and the highest is told.
+"""
+
 Origin = tuple[str, int]
 """A tensor of the model's or the loop's: "parameter", "buffer", "input" or "gradient", and which of them in order."""
 
@@ -96,6 +105,8 @@ class AllocationLog:
         self._forgotten: set[int] = set()
         self.origins: dict[int, Origin] = {}
         """What is there before the first step, by serial."""
+        self.arrivals: tuple[Arrival, ...] = ("before",)
+        """When the batch may come. See NOTE [arriving batches]."""
         self.place: Place | None = None
         """The place of what is allocated next."""
         self._sum: tuple[int, Allocated, frozenset[int]] | None = None
@@ -110,9 +121,18 @@ class AllocationLog:
         self.steps.append([])
         return self.steps[-1]
 
-    def played(self, num_steps: int) -> list[list[Event]]:
+    def played(self, num_steps: int, arrival: Arrival = "before") -> list[list[Event]]:
         """What comes before, and that many steps, of which the last recorded one is repeated."""
-        return [self.before, *(self.steps[min(index, len(self.steps) - 1)] for index in range(num_steps))]
+        steps = [self.steps[min(index, len(self.steps) - 1)] for index in range(num_steps)]
+        if arrival == "before":
+            return [self.before, *steps]
+        batch = [event for event in self.before if self._is_batch(event)]
+        before = [event for event in self.before if not self._is_batch(event)]
+        num_arrivals = 1 if arrival == "once" else num_steps
+        return [before, *([*batch, *step] for step in steps[:num_arrivals]), *steps[num_arrivals:]]
+
+    def _is_batch(self, event: Event) -> bool:
+        return isinstance(event, Allocated) and self.origins.get(event.serial, ("", 0))[0] == "input"
 
     def allocate(self, key: int, num_bytes: int) -> None:
         old = self._serials.get(key)

@@ -8,8 +8,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from memscale._decide.allocator import CachingAllocator
 from memscale._decide.allocator.blocks import Block
@@ -104,21 +105,32 @@ def reserved_of(
     asks of the allocator, once it is attached. Raises `OutOfMemoryError` where `capacity_bytes` do not suffice, and
     `HoldsMore` as soon as more than `most_bytes` are held in a step. `start`: the settings under which the weights
     may have been placed, too, or which of them were, see NOTE [two starts]; or the memory in which a step goes on that
-    has begun.
+    has begun. Where the batch may come at several moments, each is played, see NOTE [arriving batches].
     """
-    parts = log.played(num_steps)
     if isinstance(start, FoundMemory):
         replay = Replay(CachingAllocator(settings, capacity_bytes), workspace_bytes)
-        return _reserved_from(replay, replay.go_on(start, log.origins, parts), settings, use, most_bytes)
-    if isinstance(start, PlacedBefore):
-        replay = Replay(CachingAllocator(settings, capacity_bytes), workspace_bytes)
-        parts[0] = replay.place(start, log.origins, parts[0], settings or AllocatorSettings())
+        parts = replay.go_on(start, log.origins, log.played(num_steps))
         return _reserved_from(replay, parts, settings, use, most_bytes)
     found = []
-    for placed in [settings] if start is None else [settings, start]:
+    placements = [settings, start] if isinstance(start, AllocatorSettings) else [settings]
+    for placed, arrival in itertools.product(placements, log.arrivals):
         replay = Replay(CachingAllocator(placed, capacity_bytes), workspace_bytes)
+        parts = log.played(num_steps, arrival)
+        if isinstance(start, PlacedBefore):
+            parts[0] = replay.place(start, log.origins, parts[0], settings or AllocatorSettings())
         found.append(_reserved_from(replay, parts, settings, use, most_bytes))
-    return max(found, key=lambda one: one.reserved_peak_bytes)
+    return _highest(found)
+
+
+def _highest(found: Sequence[Reserved]) -> Reserved:
+    """The highest value of each figure; the rises of those who reserve most."""
+    reserved_bytes = max(one.reserved_peak_bytes for one in found)
+    return Reserved(
+        max(one.requested_peak_bytes for one in found),
+        max(one.allocated_peak_bytes for one in found),
+        reserved_bytes,
+        frozenset().union(*(one.rises for one in found if one.reserved_peak_bytes == reserved_bytes)),
+    )
 
 
 def _reserved_from(

@@ -38,6 +38,7 @@ from memscale._planning.reserved.allocation_log import (
     Place,
     Resumed,
 )
+from memscale._planning.reserved.beginning import MODEL_FIRST, Beginning
 from memscale._planning.reserved.bucket_steps import BucketRules, KnownSteps, SteppedOptimizer
 from memscale._planning.reserved.event_recorder import EventRecorder, LogRecorder
 from memscale._planning.reserved.known_passes import KnownPasses, Passed, gradients_of, made_again
@@ -68,16 +69,6 @@ class UnderPlan:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Beginning:
-    """How memory comes to be as the first step finds it. It decides which holes are left between what stays."""
-
-    inputs_first: bool = False
-    """The batch is on the device before the model."""
-    from_host: bool = False
-    """The model is on the host when a plan is attached: parameters that are streamed never come to the device whole."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Shortcuts:
     """What spares a part of the recording."""
 
@@ -99,7 +90,7 @@ def record_steps(
     shortcuts: Shortcuts = Shortcuts(),
     hardware: Hardware | None = None,
     names_modules: bool = False,
-    beginning: Beginning = Beginning(),
+    beginning: Beginning = MODEL_FIRST,
 ) -> AllocationLog:
     """Whole steps on this stage, with an optimizer by name or the one that the user has.
 
@@ -114,6 +105,7 @@ def record_steps(
         undo.callback(setattr, recorder, "log", None)  # what dies later is no part of a step
         _see_what_is_there(rehearsal, recorder, inputs_first=beginning.inputs_first)
         log.origins = _origins(rehearsal, log)
+        log.arrivals = beginning.arrivals
         if names_modules:
             _watch_modules(rehearsal, recorder, undo)
         stand_ins = dict(zip(map(id, model.parameters()), rehearsal.model.parameters(), strict=True))
