@@ -247,14 +247,15 @@ def _predicted(plan: Any) -> dict[str, Any]:
 
 
 def _train(row: Row, model: Any, inputs: Any, optimizer: Any) -> None:
-    """Three steps."""
+    """Three steps, each with a batch that comes from the host."""
     import torch
 
     scaler = torch.amp.GradScaler("cuda", enabled=row.loop == "autocast")
     for _ in range(NUM_STEPS):
+        batch = {name: value.cuda() for name, value in inputs.items()}
         optimizer.zero_grad()
         with _autocast(row):
-            loss = model(**inputs).loss
+            loss = model(**batch).loss
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -281,7 +282,7 @@ def _trains(row: Row, mode: str) -> tuple[dict[str, Any], bool]:
     import torch
 
     model = _build(row)
-    inputs = {name: value.cuda() for name, value in _inputs(row).items()}
+    inputs = _inputs(row)
     with tempfile.TemporaryDirectory() as folder:
         trainer = _trainer(row, model, folder) if row.loop == "trainer" else None
         if trainer is not None:

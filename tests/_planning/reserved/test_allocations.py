@@ -184,7 +184,7 @@ def test_the_arrival_that_reserves_most_is_told() -> None:
         (torch.empty(1024, 257), CARD, ("once", "each step")),
         (torch.empty(1024, 256), CARD, ("before",)),
         (torch.empty(1024, 257, device="meta"), dataclasses.replace(CARD, device_type="meta"), ("before", "each step")),
-        (torch.empty(1024, 257), dataclasses.replace(CARD, present=False), ("before",)),
+        (torch.empty(1024, 257), dataclasses.replace(CARD, present=False), ("before", "each step")),
     ],
     ids=["on the host", "small", "on the device", "a card that is elsewhere"],
 )

@@ -39,12 +39,11 @@ def beginning_of(model: nn.Module, inputs: Inputs, hardware: Hardware) -> Beginn
 
 
 def _arrivals(inputs: Inputs, hardware: Hardware) -> tuple[Arrival, ...]:
-    """Of small batches, which lie among other small tensors, nothing depends on it; of a card that is elsewhere it is
-    not known where its batches are."""
-    is_small = all(tensor.numel() * tensor.element_size() <= SMALL_BYTES for tensor in inputs.tensors())
-    if is_small or not hardware.present:
+    """Of small batches, which lie among other small tensors, nothing depends on it."""
+    if all(tensor.numel() * tensor.element_size() <= SMALL_BYTES for tensor in inputs.tensors()):
         return ("before",)
-    return ("before", "each step") if _are_on(inputs, hardware.device_type) else ("once", "each step")
+    is_before = not hardware.present or _are_on(inputs, hardware.device_type)
+    return ("before" if is_before else "once", "each step")
 
 
 def _are_on(inputs: Inputs, device_type: str) -> bool:
