@@ -22,22 +22,6 @@ CASES: list[dict[str, Any]] = json.loads(
     (pathlib.Path(__file__).parents[3] / "docs" / "results" / "random_cards.json").read_text()
 )["cases"]
 TRAINED = [case for case in CASES if case["outcome"] == "trained"]
-BELOW = {(1, 24): -0.007}
-"""Cases that took more than was predicted, by more than 0.5 %, by seed and number, and how much more. In 24 a block was
-1 MiB larger than what lay in it, which its segment had no other use for, in one run of three."""
-ABOVE = {
-    (1, 10): (0.005, 0.058),
-    (1, 44): (0.016, 0.03),
-    (1, 91): (0.005, 0.07),
-    (1, 135): (0.02, 0.06),
-    (1, 143): (0.005, 0.031),
-    (1, 186): (0.005, 0.036),
-}
-"""Cases that took less than was predicted, by more than 0.5 % of what they allocate or 3 % of what they reserve. In 186
-an earlier plan may have placed the weights in segments of either kind, and the higher figure of both is promised. 44
-starts on the host: where a plan follows another, weights and gradients go there and come back, and lie elsewhere than
-where they were found. 91 and 135 add up gradients: those of the first batch lie in segments of the plan before, which
-are promised beside the next plan's own. Why 10 and 143 take less is not known."""
 
 
 def name(case: dict[str, Any]) -> str:
@@ -55,10 +39,9 @@ def test_nothing_ran_out_of_memory() -> None:
 @pytest.mark.unit
 @pytest.mark.parametrize("case", TRAINED, ids=name)
 def test_what_was_predicted_there(case: dict[str, Any]) -> None:
-    key = case["seed"], case["number"]
-    least, most = BELOW.get(key, -0.005), ABOVE.get(key, (0.005, 0.03))
-    assert least <= case["predicted_allocated_bytes"] / case["allocated_bytes"] - 1 <= most[0]
-    assert least <= case["predicted_reserved_bytes"] / case["reserved_bytes"] - 1 <= most[1]
+    assert -0.005 <= case["predicted_allocated_bytes"] / case["allocated_bytes"] - 1 <= 0.005
+    assert -0.005 <= case["predicted_reserved_bytes"] / case["reserved_bytes"] - 1 <= 0.03
+    assert case["exceeds_by"] <= 0.005, "nor was a plan exceeded that another has replaced"
 
 
 def _plain_perceptrons() -> list[dict[str, Any]]:
