@@ -9,8 +9,7 @@ the state before the second step. `_planning/reserved/least_reserved.py` decides
 NOTE [storages stay]: the storage objects stay, and get other memory. So every tensor over them follows: views, tied
 weights, what a graph has saved. What is known by an address alone (a tensor that another library imported, memory that
 another process maps) would not. So storages that somebody else holds, too, stay where they are, and so do those of
-tensors that stand for others (shards, quantized weights), and those with several tensors side by side, whose library
-relies on their place (the weights of recurrent networks).
+tensors that stand for others (shards, quantized weights).
 """
 
 from __future__ import annotations
@@ -174,12 +173,12 @@ def _bring_back(waiting: list[_Waiting]) -> None:
 
 
 def _movable(tensors: Iterable[torch.Tensor]) -> Storages:
-    """The storages that only these tensors hold, one tensor or several of one place each; the largest first."""
+    """The storages that only these tensors hold, the largest first."""
     found: dict[int, tuple[torch.UntypedStorage, list[torch.Tensor]]] = {}
     for tensor in {id(tensor): tensor for tensor in tensors if _may_move(tensor)}.values():
         storage = tensor.untyped_storage()
         found.setdefault(private.storage_key(storage), (storage, []))[1].append(tensor)
-    storages = [(storage, over) for storage, over in found.values() if _is_movable(storage, over)]
+    storages = [(storage, over) for storage, over in found.values() if storage.resizable()]
     held = sum(storage.nbytes() for storage, over in storages if _is_held(storage, over))
     if held:
         logger.warning(
@@ -200,11 +199,6 @@ def _may_move(tensor: Any) -> bool:
         and not nn.parameter.is_lazy(tensor)
         and tensor.untyped_storage().nbytes() > 0
     )
-
-
-def _is_movable(storage: torch.UntypedStorage, over: list[torch.Tensor]) -> bool:
-    places = {(int(tensor.storage_offset()), tensor.numel()) for tensor in over}
-    return len(places) == 1 and storage.resizable()
 
 
 def _is_held(storage: torch.UntypedStorage, over: list[torch.Tensor]) -> bool:
