@@ -28,6 +28,8 @@ WORTH = 0.005
 """The share of the reserved bytes that all releases which are left out may cost together."""
 MOST_HELD = 1.05
 """How many times what is allocated may be reserved before what stays is moved together."""
+WORTH_MOVING = 0.015
+"""The share of the reserved bytes that this must save: as much as is stated above what is played."""
 NUM_STEPS = 3
 """How many steps are played: the first makes the optimizer's state, and what comes later is like the third."""
 
@@ -50,7 +52,9 @@ def least_reserved(
     found = [trials.lowest(AllocatorUse(text)) for text in (("", SMALL_PAGES) if may_switch else ("",))]
     holds_much = min(map(trials.bytes_of, found)) > MOST_HELD * trials.played(found[-1]).allocated_peak_bytes
     if may_switch and holds_much and 0 < (moved_bytes := staying_bytes(log)) <= most_moved_bytes:
-        found.append(trials.lowest(AllocatorUse(SMALL_PAGES, compacted_bytes=moved_bytes)))
+        moved = trials.lowest(AllocatorUse(SMALL_PAGES, compacted_bytes=moved_bytes))
+        if trials.bytes_of(moved) <= (1 - WORTH_MOVING) * min(map(trials.bytes_of, found)):
+            found.append(moved)
     limit_bytes = int(min(map(trials.bytes_of, found)) * (1 + WORTH))
     fewest = [trials.with_fewer(use, limit_bytes) for use in found if trials.bytes_of(use) <= limit_bytes]
     use = min(fewest, key=lambda use: (len(use.releases), use.settings, use.compacted_bytes))
