@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
 import pytest
@@ -11,9 +10,10 @@ from memscale._decide.allocator.settings import AllocatorSettings
 from memscale._hardware.allocator_environment import SMALL_PAGES
 from memscale._plan import AllocatorUse, ReleasePoint
 from memscale._planning.reserved import allocations
+from memscale._planning.reserved import least_reserved as search
 from memscale._planning.reserved.allocation_log import AllocationLog, Place
 from memscale._planning.reserved.allocations import reserved_of, staying_bytes
-from memscale._planning.reserved.least_reserved import MOST_HELD, WORTH, WORTH_MOVING, growing, least_reserved
+from memscale._planning.reserved.least_reserved import MOST_HELD, WORTH, growing, least_reserved
 from memscale._units import MIB
 
 pytestmark = pytest.mark.unit
@@ -239,15 +239,15 @@ def test_it_is_not_asked_for_where_the_host_has_no_room_or_settings_stay() -> No
         assert not use.compacted_bytes
 
 
-def test_it_is_not_asked_for_where_it_saves_little() -> None:
-    log = training(2, 13 * MIB)
-    use, found = least_reserved(
-        log, AllocatorSettings(), may_switch=True, workspace_bytes=0, most_moved_bytes=staying_bytes(log)
-    )
-    moved = dataclasses.replace(use, compacted_bytes=staying_bytes(log))
-    assert not use.compacted_bytes
-    assert found.reserved_peak_bytes > MOST_HELD * found.allocated_peak_bytes
-    assert (1 - WORTH_MOVING) * found.reserved_peak_bytes < reserved_bytes(log, moved) < found.reserved_peak_bytes
+def test_it_is_not_asked_for_where_it_saves_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = training()
+    left, moved = (reserved_bytes(log, AllocatorUse(SMALL_PAGES, compacted_bytes=num_bytes)) for num_bytes in (0, 1))
+    for worth in (1 - moved / left + 0.01, 1 - moved / left - 0.01):
+        monkeypatch.setattr(search, "WORTH_MOVING", worth)
+        use, _ = least_reserved(
+            log, AllocatorSettings(), may_switch=True, workspace_bytes=0, most_moved_bytes=staying_bytes(log)
+        )
+        assert bool(use.compacted_bytes) == (worth < 1 - moved / left)
 
 
 def test_it_is_not_asked_for_where_little_is_reserved() -> None:
