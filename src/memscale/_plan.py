@@ -275,9 +275,14 @@ class AllocatorUse:
     """When memory that is cached and unused goes back to the card. The host waits for the device at each."""
     otherwise_reserved_bytes: int = 0
     """What would be reserved without this."""
+    compacted_bytes: int = 0
+    """What stays on the device and is moved together, by way of host memory: weights when the plan is attached, and
+    once more with the optimizer's state before the second step. 0: nothing is moved."""
 
     def does_the_same(self, other: AllocatorUse | None) -> bool:
-        return other is not None and (self.settings, self.releases) == (other.settings, other.releases)
+        return other is not None and dataclasses.replace(self, otherwise_reserved_bytes=0) == dataclasses.replace(
+            other, otherwise_reserved_bytes=0
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ A caching allocator keeps what is freed, in segments whose sizes were those of t
 other sizes in its blocks, at its head and in the optimizer's step, and what lives long lies between what does not: so
 segments of one phase are of no use in the next, and up to half as much again is reserved as is ever allocated.
 Segments that grow page by page can be given back page by page, too. So a plan may switch to those, and name a few
-moments of the step at which all unused pages go back to the card, just before a phase that needs large pieces.
+moments of the step at which all unused pages go back to the card, just before a phase that needs large pieces. Where
+much would still be held, it has what stays on the device moved together (`compaction.py`).
 
 NOTE [segments stay as they are]: a later plan of the same model may ask for nothing. What was allocated before lies in
 segments that grow, though, and their unused pages are of no use to segments of the other kind: switching back would
@@ -12,8 +13,8 @@ hold both. So the settings stay until the model is detached, and such a plan's n
 (`settings_in_force`). A plan that asks for nothing while another model's settings are on is made for those, too, so it
 holds them as if it had asked: they stay when the other model is detached.
 
-Tensors and streams are not touched, so there is nothing here to get wrong but time: the host waits at such a moment for
-the device. `_planning/reserved/least_reserved.py` chooses the moments.
+Of settings and releases neither tensors nor streams are touched, so there is nothing here to get wrong but time: the
+host waits at such a moment for the device. `_planning/reserved/least_reserved.py` chooses the moments.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from memscale._execute.compaction import Compaction
 from memscale._hardware.allocator_environment import SMALL_PAGES, may_switch, own_settings
 from memscale._plan import AllocatorUse, ReleasePoint
 from memscale._torch import private
@@ -41,6 +43,8 @@ logger = logging.getLogger("memscale")
 _AS_IT_COMES = "expandable_segments:False,large_segment_size_mb:20"
 """PyTorch's defaults of what `SMALL_PAGES` sets."""
 
+STEP_BEGIN = ReleasePoint("forward")
+"""The moment at which the model's forward begins."""
 PHASES: tuple[Literal["forward", "after", "backward"], ...] = ("forward", "after", "backward")
 """The phases of moments, in the order in which a step comes to them."""
 
@@ -56,6 +60,10 @@ def attach(use: AllocatorUse, model: nn.Module, undo: contextlib.ExitStack, deta
     if (use.settings or _num_users) and may_switch():
         _acquire()
         undo_with(model, _release, detached)
+        if use.compacted_bytes:
+            compaction = Compaction(model)
+            compaction.attach(undo)
+            watch(model, [STEP_BEGIN], compaction.reached, undo)
     elif use.settings:
         logger.warning(
             "The plan asks for the allocator settings %s, which are not set here: %s. It may reserve more than the "

@@ -44,7 +44,7 @@ from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.reserved.allocation_log import AllocationLog
 from memscale._planning.reserved.allocations import Start, allocator_settings, reserved_of, settings_before_plans
 from memscale._planning.reserved.beginning import Beginning, beginning_of
-from memscale._planning.reserved.found_memory import find_memory, find_placed
+from memscale._planning.reserved.found_memory import FoundMemory, find_memory, find_placed
 from memscale._planning.reserved.least_reserved import growing, least_reserved
 from memscale._planning.reserved.recording import (
     Shortcuts,
@@ -230,7 +230,7 @@ class OneWay(Trials):
             return plan
         held = self.held(plan.actions, eligible.config)
         assert held is not None, "the plan has its numbers"
-        leaner = self._leaner(held, plan.actions, eligible.config)
+        leaner = self._leaner(held, plan.actions, eligible)
         if not eligible.has_room_for(leaner):
             return leaner.written_in(plan)
         return leaner.written_in(dataclasses.replace(plan, fits=True, summary=Reason(ASKED, plan.summary.numbers)))
@@ -250,7 +250,7 @@ class OneWay(Trials):
             held = self._asking(held, plan.actions, eligible)
             fits = eligible.has_room_for(held)
         elif held is not None:
-            held = self._leaner(held, plan.actions, eligible.config, releases=False)
+            held = self._leaner(held, plan.actions, eligible, releases=False)
         plan = dataclasses.replace(plan, host_bytes=admission.host_bytes, movable_bytes=admission.movable_bytes)
         return confirmed(plan, peak_bytes, fits=fits, held=held)
 
@@ -281,18 +281,18 @@ class OneWay(Trials):
     def _asking(self, held: Held, actions: tuple[Action, ...], eligible: Eligible) -> Held:
         """What is held with what a plan may ask of the allocator before it is given up for another."""
         if eligible.config.force_optimize:
-            return self._leaner(held, actions, eligible.config)
-        return held if eligible.has_room_for(held) else self._leaner(held, actions, eligible.config, releases=False)
+            return self._leaner(held, actions, eligible)
+        return held if eligible.has_room_for(held) else self._leaner(held, actions, eligible, releases=False)
 
-    def _leaner(self, held: Held, actions: tuple[Action, ...], config: Config, *, releases: bool = True) -> Held:
+    def _leaner(self, held: Held, actions: tuple[Action, ...], eligible: Eligible, *, releases: bool = True) -> Held:
         """What is held with what can be asked, if that saves something; without `releases`, with what takes no time."""
         key = self.key_of(actions), releases
         if not releases and not self._may_switch:
             return held
         if key not in self._leaner_by:
             last_key, log = self._last_log
-            log = log if last_key == key[0] else self.steps(actions, config)
-            self._leaner_by[key] = self._find_leaner(log, held, releases=releases)
+            log = log if last_key == key[0] else self.steps(actions, eligible.config)
+            self._leaner_by[key] = self._find_leaner(log, held, eligible, releases=releases)
         leaner = self._leaner_by[key]
         return leaner if leaner.reserved_bytes < held.reserved_bytes * (1 - _WORTH_ASKING) else held
 
@@ -301,7 +301,12 @@ class OneWay(Trials):
         """Whether segments may be made to grow page by page."""
         return may_switch() or not self.hardware.present
 
-    def _find_leaner(self, log: AllocationLog, held: Held, *, releases: bool) -> Held:
+    def _most_moved_bytes(self, eligible: Eligible) -> int:
+        """How much of what stays on the device may visit the host at once: half of what offloading may use there. None
+        while a step is under way, whose graph holds weights where they are."""
+        return 0 if isinstance(self._start, FoundMemory) else eligible.budget.host_bytes // 2
+
+    def _find_leaner(self, log: AllocationLog, held: Held, eligible: Eligible, *, releases: bool) -> Held:
         workspace_bytes = self.hardware.workspace_bytes
         with stage("playing the caching allocator, with what a plan may ask of it"):
             if releases:
@@ -310,6 +315,7 @@ class OneWay(Trials):
                     self.allocator,
                     may_switch=self._may_switch,
                     workspace_bytes=workspace_bytes,
+                    most_moved_bytes=self._most_moved_bytes(eligible),
                     start=self._start,
                 )
             else:

@@ -180,6 +180,9 @@ def _allocator_lines(plan: Plan) -> list[str]:
     asked = [f"{use.settings} while the plan is attached"] if use.settings else []
     if use.releases:
         asked.append(f"unused memory goes back {', '.join(map(_moment, use.releases))}")
+    if use.compacted_bytes:
+        moved = show_bytes(use.compacted_bytes)
+        asked.append(f"{moved} of weights and optimizer state are moved together once, by way of host memory")
     return [f"  allocator: {'; '.join(asked)}; otherwise {show_bytes(use.otherwise_reserved_bytes)} would be reserved"]
 
 

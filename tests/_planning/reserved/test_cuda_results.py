@@ -83,14 +83,10 @@ def test_what_was_predicted_there(row: dict[str, Any]) -> None:
 
 
 HELD_ABOVE = {
-    ("bert-base", "conservative-sync"): 1.064,
-    ("gpt2", "conservative-sync"): 1.077,
-    ("gpt2-medium", "balanced-async"): 1.057,
     ("gpt2-xl", "balanced-async"): 1.056,
 }
-"""Rows in which more is held for what is allocated than the bar says, and how much. Weights lie in ordinary segments
-with 2 MiB unused in each 20, and gradients lie between what was recomputed when they came: pages that are partly used
-do not go back. Nor would they if all that is unused went back before every growth."""
+"""Rows in which more is held for what is allocated than the bar says, and how much. This one is of before weights and
+state were moved together; what the host has room for decides which plan is made now: one that was made held 1.061."""
 
 
 @pytest.mark.unit

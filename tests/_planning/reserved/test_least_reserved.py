@@ -9,9 +9,11 @@ import pytest
 from memscale._decide.allocator.settings import AllocatorSettings
 from memscale._hardware.allocator_environment import SMALL_PAGES
 from memscale._plan import AllocatorUse, ReleasePoint
-from memscale._planning.reserved.allocation_log import AllocationLog
-from memscale._planning.reserved.allocations import reserved_of
-from memscale._planning.reserved.least_reserved import WORTH, growing, least_reserved
+from memscale._planning.reserved import allocations
+from memscale._planning.reserved import least_reserved as search
+from memscale._planning.reserved.allocation_log import AllocationLog, Place
+from memscale._planning.reserved.allocations import reserved_of, staying_bytes
+from memscale._planning.reserved.least_reserved import MOST_HELD, WORTH, growing, least_reserved
 from memscale._units import MIB
 
 pytestmark = pytest.mark.unit
@@ -155,3 +157,104 @@ def test_a_single_release_is_found_where_several_are_a_better_start() -> None:
     points = [EMBEDDING, ReleasePoint("forward", "block"), HEAD, BACKWARD]
     ways = [AllocatorUse("", chosen) for count in range(5) for chosen in itertools.combinations(points, count)]
     assert reserved_bytes(log, use) == min(reserved_bytes(log, way) for way in ways)
+
+
+# ---- what stays is moved together
+
+
+def training(num_weights: int = 12, weight_bytes: int = 7 * MIB) -> AllocationLog:
+    """Weights, whose segments are used in part; gradients come between activations, and state in the gaps of those."""
+    log, weights = AllocationLog(), range(num_weights)
+    log.place = Place("parameters")
+    for weight in weights:
+        log.allocate(weight, weight_bytes)
+    for step in range(2):
+        log.begin_step()
+        log.reach(ReleasePoint("forward"))
+        log.place = Place("backward")
+        log.allocate(1000, 20 * MIB)
+        for weight in weights:
+            log.allocate(2000 + weight, 12 * MIB)
+            log.allocate(100 + weight, weight_bytes)
+        for key in (*(2000 + weight for weight in weights), 1000):
+            log.free(key)
+        log.place = Place("optimizer")
+        for weight in weights if step == 0 else ():
+            log.allocate(200 + weight, weight_bytes)
+            log.allocate(300 + weight, weight_bytes)
+        for weight in weights:
+            log.free(100 + weight)
+    return log
+
+
+def test_weights_are_moved_when_a_plan_is_attached() -> None:
+    """Two of 7 MiB lie in each segment of 20."""
+    log = training()
+    log.steps = [[], []]
+    left = reserved_of(log, AllocatorSettings(), workspace_bytes=0, use=AllocatorUse(SMALL_PAGES))
+    moved = reserved_of(log, AllocatorSettings(), workspace_bytes=0, use=AllocatorUse(SMALL_PAGES, compacted_bytes=1))
+    assert left.reserved_peak_bytes == 6 * 20 * MIB
+    assert moved.reserved_peak_bytes == 12 * 7 * MIB, "seven pages of 12 MiB"
+    assert moved.allocated_peak_bytes == left.allocated_peak_bytes
+
+
+def test_state_is_moved_before_the_second_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = training()
+
+    def held(num_steps: int, compacted_bytes: int) -> int:
+        use = AllocatorUse(SMALL_PAGES, compacted_bytes=compacted_bytes)
+        found = reserved_of(log, AllocatorSettings(), workspace_bytes=0, use=use, num_steps=num_steps)
+        return found.reserved_peak_bytes
+
+    assert held(1, 1) < held(1, 0), "weights alone make a difference in the first step"
+    assert held(3, 1) < 0.9 * held(3, 0)
+    monkeypatch.setattr(allocations, "state_in", lambda log: frozenset())
+    assert held(3, 1) > 0.9 * held(3, 0), "weights alone make less of it"
+    monkeypatch.undo()
+    assert staying_bytes(log) == 3 * 12 * 7 * MIB
+
+
+def test_it_is_asked_for_where_much_would_be_reserved() -> None:
+    log = training()
+    use, found = least_reserved(
+        log, AllocatorSettings(), may_switch=True, workspace_bytes=0, most_moved_bytes=staying_bytes(log)
+    )
+    assert use.compacted_bytes == staying_bytes(log)
+    assert found.reserved_peak_bytes == reserved_bytes(log, use) <= MOST_HELD * found.allocated_peak_bytes
+    without = least(log)
+    assert not without.compacted_bytes
+    assert reserved_bytes(log, without) > MOST_HELD * found.allocated_peak_bytes
+
+
+def test_it_is_not_asked_for_where_the_host_has_no_room_or_settings_stay() -> None:
+    log = training()
+    for may_switch, most_moved_bytes in ((True, staying_bytes(log) - 1), (False, staying_bytes(log))):
+        use, _ = least_reserved(
+            log,
+            AllocatorSettings(),
+            may_switch=may_switch,
+            workspace_bytes=0,
+            most_moved_bytes=most_moved_bytes,
+        )
+        assert not use.compacted_bytes
+
+
+def test_it_is_not_asked_for_where_it_saves_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = training()
+    left, moved = (reserved_bytes(log, AllocatorUse(SMALL_PAGES, compacted_bytes=num_bytes)) for num_bytes in (0, 1))
+    for worth in (1 - moved / left + 0.01, 1 - moved / left - 0.01):
+        monkeypatch.setattr(search, "WORTH_MOVING", worth)
+        use, _ = least_reserved(
+            log, AllocatorSettings(), may_switch=True, workspace_bytes=0, most_moved_bytes=staying_bytes(log)
+        )
+        assert bool(use.compacted_bytes) == (worth < 1 - moved / left)
+
+
+def test_it_is_not_asked_for_where_little_is_reserved() -> None:
+    """Although still less could be."""
+    log = training(6, 5 * MIB)
+    use, found = least_reserved(
+        log, AllocatorSettings(), may_switch=True, workspace_bytes=0, most_moved_bytes=staying_bytes(log)
+    )
+    assert not use.compacted_bytes
+    assert found.reserved_peak_bytes <= MOST_HELD * found.allocated_peak_bytes

@@ -35,7 +35,7 @@ def snapshot_of(
     """The steps of `reserved_of`, event by event, and what the allocator holds after them."""
     settings = settings or AllocatorSettings()
     traced = _TracedAllocator(settings)
-    replay = Replay(traced, workspace_bytes)
+    replay = Replay(traced, workspace_bytes, log)
     for events in log.played(NUM_STEPS):
         for event in events:
             traced.place = getattr(event, "place", None) or Place("workspace of cuBLAS")

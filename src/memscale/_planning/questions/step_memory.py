@@ -41,7 +41,7 @@ def step_memory(
     log = planner.steps(actions, config, names_modules=True)
     hardware = planner.hardware
     memory = CachingAllocator(planner.allocator) if hardware.has_caching_allocator else None
-    replay = None if memory is None else Replay(memory, hardware.workspace_bytes)
+    replay = None if memory is None else Replay(memory, hardware.workspace_bytes, log)
     live = _Live(planner.rehearsal.rounding_bytes)
     *earlier, last = log.played(NUM_STEPS)
     earlier_bytes = 0

@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from memscale._decide.allocator import CachingAllocator
 from memscale._decide.allocator.blocks import Block
 from memscale._decide.allocator.settings import AllocatorSettings, parse_settings
 from memscale._errors import ConfigError, MemScaleError
-from memscale._execute.reserving import settings_in_force
+from memscale._execute.reserving import STEP_BEGIN, settings_in_force
 from memscale._hardware.allocator_environment import own_settings
 from memscale._plan import AllocatorUse, ReleasePoint
 from memscale._planning.reserved.allocation_log import (
@@ -108,13 +108,13 @@ def reserved_of(
     has begun. Where the batch may come at several moments, each is played, see NOTE [arriving batches].
     """
     if isinstance(start, FoundMemory):
-        replay = Replay(CachingAllocator(settings, capacity_bytes), workspace_bytes)
+        replay = Replay(CachingAllocator(settings, capacity_bytes), workspace_bytes, log)
         parts = replay.go_on(start, log.origins, log.played(num_steps))
         return _reserved_from(replay, parts, settings, use, most_bytes)
     found = []
     placements = [settings, start] if isinstance(start, AllocatorSettings) else [settings]
     for placed, arrival in itertools.product(placements, log.arrivals):
-        replay = Replay(CachingAllocator(placed, capacity_bytes), workspace_bytes)
+        replay = Replay(CachingAllocator(placed, capacity_bytes), workspace_bytes, log)
         parts = log.played(num_steps, arrival)
         if isinstance(start, PlacedBefore):
             parts[0] = replay.place(start, log.origins, parts[0], settings or AllocatorSettings())
@@ -156,6 +156,29 @@ def _reserved_from(
     )
 
 
+def weights_in(log: AllocationLog) -> frozenset[int]:
+    """Parameters and buffers that are there before a step, by serial."""
+    came = (event for event in log.before if isinstance(event, Allocated))
+    return frozenset(event.serial for event in came if event.place is not None and event.place.phase == "parameters")
+
+
+def state_in(log: AllocationLog) -> frozenset[int]:
+    """What the optimizer allocates in its first step, by serial: its state, and what it frees again."""
+    came = (event for event in log.steps[0] if isinstance(event, Allocated)) if log.steps else ()
+    return frozenset(event.serial for event in came if event.place is not None and event.place.phase == "optimizer")
+
+
+def staying_bytes(log: AllocationLog) -> int:
+    """What lies on the device between two steps: weights, buffers and the optimizer's state."""
+    staying, sizes = weights_in(log) | state_in(log), dict[int, int]()
+    for event in (*log.before, *(log.steps[0] if log.steps else ())):
+        if isinstance(event, Allocated) and event.serial in staying:
+            sizes[event.serial] = event.num_bytes
+        elif isinstance(event, Freed):
+            sizes.pop(event.serial, None)
+    return sum(sizes.values())
+
+
 class HoldsMore(MemScaleError):
     """More is held than somebody wants to know about."""
 
@@ -164,10 +187,14 @@ class Replay:
     """A step may be played several times. What it leaves behind is then replaced: the new comes, the old goes, as when
     a variable gets another value."""
 
-    def __init__(self, memory: CachingAllocator, workspace_bytes: int) -> None:
+    def __init__(self, memory: CachingAllocator, workspace_bytes: int, log: AllocationLog) -> None:
+        """`log` is what will be played; it says which allocations are weights, and which the optimizer's state."""
         self.memory = memory
         """What is played on."""
         self._workspace_bytes = workspace_bytes
+        self._log = log
+        self._state: frozenset[int] = frozenset()
+        """What the optimizer allocates, by serial, as long as what stays is to be moved together with it."""
         self._blocks: dict[int, Block] = {}
         self._threads: set[Thread] = set()
         self._releases: frozenset[ReleasePoint] = frozenset()
@@ -223,6 +250,18 @@ class Replay:
         if use.settings:
             self.memory.configure(parse_settings(use.settings))
         self._releases = frozenset(use.releases)
+        if use.compacted_bytes:
+            self._move_together(weights_in(self._log))
+            self._state = state_in(self._log)
+
+    def _move_together(self, serials: Iterable[int]) -> None:
+        """All of these go, with what is cached, and come back one behind the other, the largest first."""
+        sizes = [(self._blocks[serial].requested_bytes, serial) for serial in serials if serial in self._blocks]
+        for _, serial in sizes:
+            self.memory.free(self._blocks.pop(serial))
+        self.memory.empty_cache()
+        for num_bytes, serial in sorted(sizes, reverse=True):
+            self._blocks[serial] = self.memory.allocate(num_bytes)
 
     def play(self, events: list[Event]) -> None:
         """Events are many, and nearly all of the first two kinds."""
@@ -257,6 +296,9 @@ class Replay:
 
     def _reach(self, point: ReleasePoint) -> None:
         self._passed = point
+        if point == STEP_BEGIN and not self._state.isdisjoint(self._blocks):
+            self._move_together(weights_in(self._log) | self._state)
+            self._state = frozenset()
         if point in self._releases:
             self.memory.empty_cache()
 

@@ -6,20 +6,30 @@ Played are segments as they come and, where those may be had, segments that grow
 what is held rises, at all moments that there are, and at one more or fewer. Then releases are left out as long as that
 costs next to nothing: each makes the host wait for the device, and must be worth it. Segments that grow take no time:
 their pages come in the first steps and stay.
+
+Where that leaves much reserved above what is allocated, what stays on the device is moved together, too: weights lie in
+the segments that building the model made, with up to a tenth unused in each, and the optimizer's state in the gaps that
+the first step's activations left, between gradients. Pages that are used in part do not go back, at whatever moment.
+Moving takes one visit to the host when the plan is attached and one before the second step, and no time afterwards.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 from memscale._decide.allocator.settings import AllocatorSettings
 from memscale._hardware.allocator_environment import SMALL_PAGES
 from memscale._plan import AllocatorUse, ReleasePoint
 from memscale._planning.reserved.allocation_log import AllocationLog, Reached
-from memscale._planning.reserved.allocations import HoldsMore, Reserved, Start, reserved_of
+from memscale._planning.reserved.allocations import HoldsMore, Reserved, Start, reserved_of, staying_bytes
 
 WORTH = 0.005
 """The share of the reserved bytes that all releases which are left out may cost together."""
+MOST_HELD = 1.05
+"""How many times what is allocated may be reserved before what stays is moved together."""
+WORTH_MOVING = 0.015
+"""The share of the reserved bytes that this must save: as much as is stated above what is played."""
 NUM_STEPS = 3
 """How many steps are played: the first makes the optimizer's state, and what comes later is like the third."""
 
@@ -33,16 +43,21 @@ def least_reserved(
     *,
     may_switch: bool,
     workspace_bytes: int,
+    most_moved_bytes: int = 0,
     start: Start = None,
 ) -> tuple[AllocatorUse, Reserved]:
-    """What to ask for, and what is reserved then. `may_switch`: segments may be made to grow page by page. `start`:
-    as in `reserved_of`."""
+    """What to ask for, and what is reserved then. `may_switch`: segments may be made to grow page by page.
+    `most_moved_bytes`: how much the host has room for while it is moved together. `start`: as in `reserved_of`."""
     trials = _Trials(log, settings, workspace_bytes, start)
-    texts = ("", SMALL_PAGES) if may_switch else ("",)
-    found = [trials.lowest(text) for text in texts]
+    found = [trials.lowest(AllocatorUse(text)) for text in (("", SMALL_PAGES) if may_switch else ("",))]
+    holds_much = min(map(trials.bytes_of, found)) > MOST_HELD * trials.played(found[-1]).allocated_peak_bytes
+    if may_switch and holds_much and 0 < (moved_bytes := staying_bytes(log)) <= most_moved_bytes:
+        moved = trials.lowest(AllocatorUse(SMALL_PAGES, compacted_bytes=moved_bytes))
+        if trials.bytes_of(moved) <= (1 - WORTH_MOVING) * min(map(trials.bytes_of, found)):
+            found.append(moved)
     limit_bytes = int(min(map(trials.bytes_of, found)) * (1 + WORTH))
     fewest = [trials.with_fewer(use, limit_bytes) for use in found if trials.bytes_of(use) <= limit_bytes]
-    use = min(fewest, key=lambda use: (len(use.releases), use.settings))
+    use = min(fewest, key=lambda use: (len(use.releases), use.settings, use.compacted_bytes))
     return use, trials.played(use)
 
 
@@ -108,21 +123,20 @@ class _Trials:
     def bytes_of(self, use: AllocatorUse) -> int:
         return self.played(use).reserved_peak_bytes
 
-    def lowest(self, text: str) -> AllocatorUse:
-        """The lowest use that is found from the best start, or from no release at all: where releases at all moments
-        are the best start, a single one may be better, and it is far from there."""
-        start, none = self.start(text), AllocatorUse(text)
+    def lowest(self, none: AllocatorUse) -> AllocatorUse:
+        """The lowest use like this one without releases, that is found from the best start or from no release at all:
+        where releases at all moments are the best start, a single one may be better, and it is far from there."""
+        start = self.start(none)
         found = self.improved(start)
         if start == none:
             return found
         other = self.improved(none)
         return other if self.bytes_of(other) < (1 - WORTH) * self.bytes_of(found) else found
 
-    def start(self, text: str) -> AllocatorUse:
+    def start(self, none: AllocatorUse) -> AllocatorUse:
         """The lowest of: no release, those where what is held rises, and all that there could be."""
-        none = AllocatorUse(text)
-        where_it_rises = AllocatorUse(text, _in_order(self.played(none).rises))
-        everywhere = AllocatorUse(text, _in_order(self._points))
+        where_it_rises = dataclasses.replace(none, releases=_in_order(self.played(none).rises))
+        everywhere = dataclasses.replace(none, releases=_in_order(self._points))
         best = none
         for use in (where_it_rises, everywhere):
             best = use if self.holds_at_most(use, self.bytes_of(best) - 1) else best
@@ -133,7 +147,7 @@ class _Trials:
         better = use
         while self._num_left > 0:
             for point in _in_order(self._points):
-                other = AllocatorUse(use.settings, _in_order(frozenset(better.releases) ^ {point}))
+                other = dataclasses.replace(use, releases=_in_order(frozenset(better.releases) ^ {point}))
                 worth_bytes = math.ceil((1 - WORTH) * self.bytes_of(better)) - 1
                 if self._num_left > 0 and self.holds_at_most(other, worth_bytes):
                     better = other
@@ -148,7 +162,7 @@ class _Trials:
         while size > 1:
             size, start = -(-size // 2), 0
             while start < len(use.releases):
-                fewer = AllocatorUse(use.settings, use.releases[:start] + use.releases[start + size :])
+                fewer = dataclasses.replace(use, releases=use.releases[:start] + use.releases[start + size :])
                 if self.holds_at_most(fewer, limit_bytes):
                     use = fewer
                 else:
