@@ -48,7 +48,7 @@ class FoundMemory:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlacedBefore:
-    """Which tensors an allocator placed while it was set otherwise. See NOTE [two starts] in allocations.py."""
+    """Tensors that an allocator placed while it was set otherwise. See NOTE [two starts] in allocations.py."""
 
     settings: AllocatorSettings
     origins: frozenset[Origin]
@@ -109,7 +109,7 @@ def came_first(model: nn.Module, inputs: Inputs, device_type: str) -> bool:
 
 
 def _segments_on(device_type: str) -> list[SegmentState] | None:
-    """By address; None where the allocator does not tell."""
+    """The device's segments, by address; None where the allocator does not tell."""
     snapshot = getattr(torch.get_device_module(device_type), "memory_snapshot", None)
     if snapshot is None:
         return None
@@ -131,7 +131,7 @@ def segments_in(snapshot: Iterable[Mapping[str, Any]], device_index: int) -> Ite
 
 
 def _all_addresses(model: nn.Module, inputs: Inputs, device_type: str) -> Iterator[tuple[Origin, int]]:
-    """Of what is there before a step."""
+    """Where parameters, buffers and inputs lie, which are there before a step."""
     yield from _addresses("parameter", model.parameters(), device_type)
     yield from _addresses("buffer", model.buffers(), device_type)
     yield from _addresses("input", inputs.tensors(), device_type)
