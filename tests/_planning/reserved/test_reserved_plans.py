@@ -206,7 +206,7 @@ def test_a_plan_that_would_not_fit_otherwise_asks_the_allocator() -> None:
     lowest = planned(mode="conservative", force_optimize=True)
     assert lowest.allocator is not None
     assert lowest.predicted_reserved_bytes is not None
-    assert lowest.allocator.releases
+    assert lowest.allocator.settings
     budget = lowest.predicted_reserved_bytes + MB
     plan = planned(mode="conservative", memory_budget_gb=budget / 1e9)
     assert plan.fits
