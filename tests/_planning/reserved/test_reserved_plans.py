@@ -39,10 +39,22 @@ def stack() -> nn.Module:
         return nn.Sequential(*(Layer() for _ in range(6)))
 
 
-def planned(hardware: Hardware = CARD, **fields: object) -> Plan:
+class Repeated(nn.Module):
+    """A batch that is small beside what becomes of it: it does not matter when it comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(512, device="meta"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.scale).repeat(8, 1)
+
+
+def planned(hardware: Hardware = CARD, *, is_batch_small: bool = False, **fields: object) -> Plan:
     config = Config(enable_logging=False, async_offload=False, **fields)  # type: ignore[arg-type]
-    job = Job(stack(), config, hardware, "adamw")
-    planner = Planner(job, Inputs((torch.empty(4096, 512, device="meta"),), {}))
+    model = nn.Sequential(Repeated(), *stack()) if is_batch_small else stack()
+    job = Job(model, config, hardware, "adamw")
+    planner = Planner(job, Inputs((torch.empty(512 if is_batch_small else 4096, 512, device="meta"),), {}))
     return planner.plan(choose_strategy(planner.job.eligible.under(config)))
 
 
@@ -203,18 +215,20 @@ def test_what_the_user_has_set_for_the_allocator_stays(monkeypatch: pytest.Monke
 
 
 def test_a_plan_that_would_not_fit_otherwise_asks_the_allocator() -> None:
-    lowest = planned(mode="conservative", force_optimize=True)
+    lowest = planned(is_batch_small=True, mode="conservative", force_optimize=True)
     assert lowest.allocator is not None
     assert lowest.predicted_reserved_bytes is not None
-    assert lowest.allocator.settings
+    assert lowest.allocator.releases
     budget = lowest.predicted_reserved_bytes + MB
-    plan = planned(mode="conservative", memory_budget_gb=budget / 1e9)
+    plan = planned(is_batch_small=True, mode="conservative", memory_budget_gb=budget / 1e9)
     assert plan.fits
     assert plan.allocator is not None
     assert plan.predicted_reserved_bytes is not None
     assert plan.predicted_reserved_bytes <= budget < plan.allocator.otherwise_reserved_bytes
     assert "asked of the allocator" in plan.summary.rule
-    below = planned(mode="conservative", memory_budget_gb=(lowest.predicted_reserved_bytes - MB) / 1e9)
+    below = planned(
+        is_batch_small=True, mode="conservative", memory_budget_gb=(lowest.predicted_reserved_bytes - MB) / 1e9
+    )
     assert not below.fits
     assert below.predicted_reserved_bytes == lowest.predicted_reserved_bytes, "what a budget would have to be"
 
