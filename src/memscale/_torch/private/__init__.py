@@ -94,6 +94,7 @@ from memscale._torch.private.ranks import (
     why_not_rehearsed,
 )
 from memscale._torch.private.remembering import CommunicatesError, Remembered, fake_tensor_mode
+from memscale._torch.private.saving import pickled_as_on
 from memscale._torch.private.storages import (
     NUM_HOLDERS_IN_DISPATCH,
     num_holders,
@@ -165,6 +166,7 @@ __all__ = [
     "node_of",
     "num_holders",
     "outside_checkpoints",
+    "pickled_as_on",
     "plain_shells",
     "real_tensors",
     "real_tensors_only",

@@ -275,6 +275,14 @@ class Homes:
             if not private.is_fake(tensor) and self.destination(slot, tensor, came_from) != tensor.device
         ]
 
+    def goes_to(self, tensor: torch.Tensor) -> torch.device | None:
+        """The other device to which `restore` would move this tensor; None: it stays, or is none of the model's."""
+        for slot, came_from in self._devices:
+            if slot.get() is tensor:
+                device = self.destination(slot, tensor, came_from)
+                return None if private.is_fake(tensor) or device == tensor.device else device
+        return None
+
     @property
     def sent_to(self) -> torch.device | None:
         """Where the user has moved the model since it is streamed; None: nowhere. See NOTE [moved while streamed]."""

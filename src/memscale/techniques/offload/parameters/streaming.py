@@ -426,7 +426,7 @@ def attach(
     _attach_layers(streamer, modules, streamed, undo, newcomers, verify=how.verify)
     _attach_model(streamer, model, undo)
     _move_in(streamer, model, streamed, undo, is_fake=is_fake, previous=previous)
-    placed_copies.attach(homes, undo)
+    placed_copies.attach(model, homes, undo)
     return streamer
 
 
