@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -110,3 +111,38 @@ def test_an_error_leaves_no_quiet_behind(seen: list[type]) -> None:
         raise RuntimeError("in between")
     optimizer.step()
     assert len(seen) == 2
+
+
+class Compiled(torch.optim.Optimizer):
+    """Compiles its step as torchao's optimizers do: in one graph, or it raises."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                update = torch.compile(_update, fullgraph=True, backend="eager")
+                update(parameter.detach(), parameter.grad, group["lr"])
+
+
+def _update(parameter: torch.Tensor, gradient: torch.Tensor, lr: float) -> None:
+    parameter.sub_(gradient * lr)
+
+
+def test_an_optimizer_that_compiles_its_step_trains_after_it_was_tried() -> None:
+    """Compiled code that has met fake tensors is never compiled again, and raises where it must be one graph."""
+    plain = Mlp(width=8, depth=2)
+    model = copy.deepcopy(plain)
+    optimizers = [Compiled(each.parameters()) for each in (plain, model)]
+    config = Config(enable_logging=False, force_optimize=True)
+    with memscale.optimize(model, optimizers[1], config, sample_input=torch.ones(2, 8)) as executor:
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            torch.manual_seed(0)
+            for _ in range(2):
+                each(torch.ones(2, 8)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert "taken as AdamW" not in executor.plan.explain()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
+    torch.compiler.reset()

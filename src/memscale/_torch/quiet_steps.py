@@ -4,6 +4,8 @@
 counters, loggers, schedules. An optimizer of a class derived from another may fire them twice, since its step calls the
 other's. So the hooks are wrapped for as long as somebody tries a step, and are silent in that thread only: an optimizer
 that steps in another thread meanwhile fires them as ever. Hooks of the optimizer itself are not on its stand-ins.
+
+Nor are they the compiler's: an optimizer that compiles its step (torchao's do) takes these as written.
 """
 
 from __future__ import annotations
@@ -65,9 +67,11 @@ _quiet = _QuietThreads()
 
 @contextlib.contextmanager
 def quiet_steps() -> Iterator[None]:
-    """Inside, steps that this thread takes fire none of the hooks that are registered for all optimizers."""
+    """Inside, steps that this thread takes fire none of the hooks that are registered for all optimizers, and run
+    uncompiled."""
     _quiet.enter()
     try:
-        yield
+        with private.never_while_compiled():
+            yield
     finally:
         _quiet.leave()

@@ -44,6 +44,27 @@ def test_compiled_code_runs_as_written_where_nobody_compiles() -> None:
     torch.compiler.reset()
 
 
+def test_the_compiler_is_back_when_the_last_thread_is_done() -> None:
+    """Whoever began first may end first."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    function = torch.compile(lambda x: x + 3, backend=backend)
+    first, second = private.never_while_compiled(), private.never_while_compiled()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    function(torch.ones(1))
+    assert not graphs
+    second.__exit__(None, None, None)
+    function(torch.ones(1))
+    assert len(graphs) == 1
+    torch.compiler.reset()
+
+
 def test_what_is_never_compiled_runs_as_written() -> None:
     graphs: list[Any] = []
     calls: list[bool] = []

@@ -145,15 +145,6 @@ def on(device: torch.device, batch: Any) -> Any:
     return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, batch)
 
 
-def clip(parameters: list[nn.Parameter], largest: float = 0.5) -> None:
-    """`clip_grad_norm_` with the norms in parameter order: PyTorch's groups them by device, which may cost a bit."""
-    present = [p for p in parameters if p.grad is not None]
-    total = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(p.grad).cpu() for p in present]))
-    factor = torch.clamp(largest / (total + 1e-6), max=1.0)
-    for parameter in present:
-        parameter.grad.mul_(factor.to(parameter.grad.device))
-
-
 def without_caches(model: nn.Module) -> nn.Module:
     """For streaming that is attached by itself: whose cache a block is given is known to the executor alone."""
     for module in model.modules():
@@ -182,7 +173,7 @@ def train(
             loss = case.loss(model(**on(device, case.batch(step * accumulation + part))))
             (loss / accumulation).backward()
             run.losses.append(loss.item())
-        clip(list(model.parameters()))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         run.gradients.append(gradients(model))
         optimizer.step()
         scheduler.step()

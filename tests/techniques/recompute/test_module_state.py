@@ -233,6 +233,60 @@ def test_what_an_attribute_holds_and_a_forward_changes(
     assert all(block.held is before for block, before in zip(model.blocks, held, strict=True))  # type: ignore[union-attr]
 
 
+class _Moves(_Block):
+    """Its first forward takes what a parameter carries and keeps it elsewhere, as 8-bit layers of bitsandbytes do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = _Tally()
+        self.net[0].weight.scale = torch.tensor(3.0)  # type: ignore[union-attr, assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.net[0].weight
+        if weight.scale is not None:  # type: ignore[union-attr]
+            self.held.scale, weight.scale = weight.scale, None  # type: ignore[union-attr, assignment, attr-defined]
+        scale = getattr(self.held, "scale", None)
+        return self.net(x * (1.0 if scale is None else scale))
+
+
+def test_what_a_parameter_carries_is_there_again_for_the_recompute() -> None:
+    """Copies of a parameter leave its attributes behind, so each model is made by itself."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(_Chain(_Moves))
+    checkpoint_all(models[0])
+    ours, theirs = map(_train, models)
+    memscale.detach(models[0])
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert all(block.net[0].weight.scale is None for block in models[0].blocks)  # type: ignore[union-attr, index]
+
+
+def test_8_bit_weights_of_bitsandbytes_have_the_same_gradients() -> None:
+    from bitsandbytes.nn import Linear8bitLt
+
+    class Packed(_Block):
+        def __init__(self) -> None:
+            super().__init__()
+            plain = nn.Linear(8, 8)
+            self.packed = Linear8bitLt(8, 8, has_fp16_weights=False)
+            self.packed.load_state_dict(plain.state_dict())
+            self.packed.to("cpu")  # packs
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(self.packed(x))
+
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(_Chain(Packed))
+    assert models[0].blocks[0].packed.weight.dtype == torch.int8  # type: ignore[union-attr, index]
+    checkpoint_all(models[0])
+    ours, theirs = map(_train, models)
+    memscale.detach(models[0])
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
 def test_an_object_that_blocks_share_shows_each_of_them_what_it_saw() -> None:
     tally = _Tally()
     _assert_same(_Chain(lambda: _Holds(lambda: tally, _count)))

@@ -73,6 +73,7 @@ from memscale._torch.private.graphs import (
     sequence_number,
 )
 from memscale._torch.private.hooks import global_module_hooks, global_step_hooks, is_last_load_hook, step_pre_hooks
+from memscale._torch.private.norms import norm_functions, norm_groups, norms_of
 from memscale._torch.private.optimizers import (
     cast_optimizer_value,
     chooses_by_device,
@@ -94,6 +95,7 @@ from memscale._torch.private.ranks import (
     why_not_rehearsed,
 )
 from memscale._torch.private.remembering import CommunicatesError, Remembered, fake_tensor_mode
+from memscale._torch.private.saving import pickled_as_on
 from memscale._torch.private.storages import (
     NUM_HOLDERS_IN_DISPATCH,
     num_holders,
@@ -163,8 +165,12 @@ __all__ = [
     "never_while_compiled",
     "next_sequence_number",
     "node_of",
+    "norm_functions",
+    "norm_groups",
+    "norms_of",
     "num_holders",
     "outside_checkpoints",
+    "pickled_as_on",
     "plain_shells",
     "real_tensors",
     "real_tensors_only",

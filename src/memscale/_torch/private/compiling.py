@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+import threading
 import types
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -73,8 +74,35 @@ def uncompile_forward(module: torch.nn.Module) -> None:
         vars(module)["forward"] = types.MethodType(plain.__func__, module)
 
 
-def never_while_compiled() -> Any:
-    """Inside, what others have compiled runs as it is written."""
-    if "torch._dynamo" not in sys.modules:
-        return contextlib.nullcontext()
-    return torch.compiler.set_stance("force_eager")
+class _AsWritten:
+    """Compiled code runs as written, for the whole process, while at least one thread is inside."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._depth = 0
+        self._stance: Any = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._depth += 1
+            if self._stance is None and "torch._dynamo" in sys.modules:
+                self._stance = torch.compiler.set_stance("force_eager")
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._depth -= 1
+            if self._depth == 0 and self._stance is not None:
+                stance, self._stance = self._stance, None
+                stance.__exit__(None, None, None)
+
+
+_AS_WRITTEN = _AsWritten()
+
+
+def never_while_compiled() -> contextlib.AbstractContextManager[None]:
+    """Inside, what others have compiled runs as it is written. The compiler is not loaded for that.
+
+    Fake tensors must not meet compiled code: under a dispatch mode PyTorch leaves a compiled function out of the
+    compiler for good, and one that was compiled with `fullgraph=True` then raises in the next real step.
+    """
+    return _AS_WRITTEN

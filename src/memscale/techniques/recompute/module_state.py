@@ -515,7 +515,10 @@ class _Attributes:
 
 
 class _Held:
-    """Knows which attributes hold something that a forward changes inside: an object, an array, a `Counter`."""
+    """Knows which attributes hold something that a forward changes inside: an object, an array, a `Counter`.
+
+    A parameter's own attributes are among them: 8-bit weights of bitsandbytes hand what they hold to their layer.
+    """
 
     def __init__(self) -> None:
         self._changing: dict[Flags, dict[Slot, bool]] = {}
@@ -525,10 +528,13 @@ class _Held:
         layout, known = memory.layout, self._changing.get(memory.flags)
         if known is None:
             found = zip(layout.slots[layout.attributes], memory.values[layout.attributes], strict=True)
-            memory.held = _look_inside({slot: value for slot, value in found if _may_hold(value)})
+            holders = {slot: value for slot, value in found if _may_hold(value)}
+            parameters = zip(layout.slots[layout.parameters], memory.values[layout.parameters], strict=True)
+            holders |= {slot: vars(parameter) for slot, parameter in parameters if _has_attributes(parameter)}
+            memory.held = _look_inside(holders)
         elif known:
             memory.held = {
-                slot: HeldState(layout.get(slot), copies_tensors=copies, may_be_large=True)
+                slot: HeldState(_holder(layout.get(slot)), copies_tensors=copies, may_be_large=True)
                 for slot, copies in known.items()
             }
 
@@ -550,6 +556,16 @@ _HOLD_NOTHING = (type(None), bool, int, float, complex, str, bytes, torch.Tensor
 def _may_hold(value: Any) -> bool:
     """Generators that an attribute holds itself have a place of their own, which is faster."""
     return type(value) not in _HOLD_NOTHING and not is_generator(value)
+
+
+def _has_attributes(parameter: Any) -> bool:
+    """Whether somebody has put something on this parameter. What a class with a dispatch of its own has is its own."""
+    is_plain = getattr(type(parameter), "__torch_dispatch__", None) is torch.Tensor.__torch_dispatch__
+    return is_plain and bool(vars(parameter))
+
+
+def _holder(value: Any) -> Any:
+    return vars(value) if isinstance(value, torch.Tensor) else value
 
 
 def _look_inside(values: dict[Slot, Any]) -> dict[Slot, HeldState]:

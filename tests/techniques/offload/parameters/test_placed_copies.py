@@ -18,6 +18,7 @@ from memscale.techniques.offload.parameters import streaming
 from tests.parity import attached_plan
 from tests.techniques.offload.runs import DEVICE
 
+ACCELERATOR = torch.accelerator
 CPU = torch.device("cpu")
 
 
@@ -124,6 +125,62 @@ def test_a_layer_is_copied_to_one_device_too_and_files_hold_plain_tables() -> No
     for loaded in (torch.load(file, weights_only=False), pickle.loads(kept)):
         assert {type(part._parameters) for part in loaded.modules()} == {dict}
         assert loaded.blocks[1][0].weight is loaded.blocks[0][0].weight
+
+
+def _from_file(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def _from_pickle(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+def _from_python_pickle(value: Any) -> Any:
+    file = io.BytesIO()
+    pickle._Pickler(file).dump(value)
+    return pickle.loads(file.getvalue())
+
+
+@pytest.mark.parametrize("came_from", [CPU, DEVICE], ids=["host", "device"])
+@pytest.mark.parametrize("reread", [_from_file, _from_pickle, _from_python_pickle])
+def test_what_is_read_from_a_file_lies_where_the_model_came_from(reread: Any, came_from: torch.device) -> None:
+    model = Net().to(came_from)
+    model.head.bias.note = "mine"
+    if reread is _from_file:  # PyTorch pickles no such integers outside of its own files
+        model.register_buffer("codes", torch.ones(3, dtype=torch.uint16, device=came_from))
+    expected = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with streamed(model):
+        optimizer_first, loaded = reread((optimizer, model))
+        moved_by_user = copy.copy(model.blocks[0][0].bias)
+        assert moved_by_user.data_ptr() == model.blocks[0][0].bias.data_ptr()
+        stranger = reread(torch.ones(2, device=DEVICE))
+    assert stranger.device.type == DEVICE.type
+    assert devices(loaded) == {came_from.type}
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(tensors(loaded), tensors(expected), strict=True))
+    assert [p.requires_grad for p in loaded.parameters()] == [p.requires_grad for p in expected.parameters()]
+    assert loaded.blocks[1][0].weight is loaded.blocks[0][0].weight
+    assert loaded.head.bias.note == "mine"
+    ours = optimizer_first.param_groups[0]["params"]
+    assert all(a is b for a, b in zip(ours, loaded.parameters(), strict=True))
+    assert all(type(parameter) is nn.Parameter for parameter in loaded.parameters())
+    assert devices(reread(model)) == {came_from.type}  # taken off: as ever
+
+
+def test_a_file_takes_no_memory_of_the_device_and_is_read_where_one_asks_for() -> None:
+    model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(256, 256) for _ in range(3))}).to(DEVICE)
+    file = io.BytesIO()
+    with streamed(model):
+        before = ACCELERATOR.memory_allocated()
+        ACCELERATOR.reset_peak_memory_stats()
+        torch.save(model, file)
+        pickle.dumps(model)
+        assert ACCELERATOR.max_memory_allocated() == before
+    file.seek(0)
+    assert devices(torch.load(file, weights_only=False, map_location="cpu")) == {"cpu"}
 
 
 def test_a_streamed_model_that_is_moved_to_the_host_computes_there() -> None:

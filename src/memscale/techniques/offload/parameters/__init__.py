@@ -4,7 +4,7 @@ Blocks are streamed one by one; the rest of the model (embeddings, norms, heads)
 
     streaming, streamer, parameter_homes                 a layer's forward, what travels, and where it lives
     borrowed_weights, inner_checkpoints, newcomers       weights outside of their layer, checkpoints and changes in it
-    sum_order                                            sums of gradients in the order of plain PyTorch
+    sum_order, gradient_norms                            sums of gradients, and of their norms, in plain PyTorch's order
     state_placement, state_following, step_visits        optimizer state beside its parameters, also for a step
     computing_device, placed_copies                      which device the model, and a copy of it, says and has
 """

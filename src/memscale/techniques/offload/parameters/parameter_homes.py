@@ -286,6 +286,20 @@ class Homes:
             if not private.is_fake(tensor) and self.destination(slot, tensor, came_from) != tensor.device
         ]
 
+    def gradients_at_home(self) -> set[int]:
+        """The ids of the gradients of streamed parameters that are on the host."""
+        places = (slot for slot, _ in self._devices if slot.place in self._streamed_places)
+        gradients = (p.grad for slot in places if (p := slot.get()) is not None and p.is_leaf)
+        return {id(g) for g in gradients if g is not None and g.device != self.device and not private.is_fake(g)}
+
+    def goes_to(self, tensor: torch.Tensor) -> torch.device | None:
+        """The other device to which `restore` would move this tensor; None: it stays, or is none of the model's."""
+        for slot, came_from in self._devices:
+            if slot.get() is tensor:
+                device = self.destination(slot, tensor, came_from)
+                return None if private.is_fake(tensor) or device == tensor.device else device
+        return None
+
     @property
     def sent_to(self) -> torch.device | None:
         """Where the user has moved the model since it is streamed; None: nowhere. See NOTE [moved while streamed]."""

@@ -12,8 +12,8 @@ Known limits: a layer that uses a parameter twice under autocast is refused (NOT
 parameter that is used outside of its layer, without being registered there too, is on the host.
 Differentiating twice through a parameter's gradient (`create_graph=True`) is refused. Where a plan does not step
 streamed parameters on the device (`StepOnDevice`), their update runs on the host's kernels, with the implementation of
-the whole (in_parts.py). With gradients on two devices, `clip_grad_norm_` sums norms device by device, so the total may
-differ from a plain model's in the last bit.
+the whole (in_parts.py). Norms of gradients on two devices are PyTorch's own, to the last bit, where they are taken by
+`clip_grad_norm_` or `get_total_norm` (gradient_norms.py).
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ from memscale._plan import StreamParameters
 from memscale._torch import private
 from memscale._torch.overrides import OwnHook, find_module, keep_copies_clean
 from memscale.techniques.offload.optimizer import implementations, in_parts
-from memscale.techniques.offload.parameters import computing_device, inner_checkpoints, placed_copies, state_following
+from memscale.techniques.offload.parameters import (
+    computing_device,
+    gradient_norms,
+    inner_checkpoints,
+    placed_copies,
+    state_following,
+)
 from memscale.techniques.offload.parameters.borrowed_weights import Lender, hollow_like
 from memscale.techniques.offload.parameters.newcomers import Arrangement, Newcomers, guard
 from memscale.techniques.offload.parameters.parameter_homes import (
@@ -428,7 +434,9 @@ def attach(
     _attach_layers(streamer, modules, streamed, undo, newcomers, verify=how.verify)
     _attach_model(streamer, model, undo)
     _move_in(streamer, model, streamed, undo, is_fake=is_fake, previous=previous)
-    placed_copies.attach(homes, undo)
+    placed_copies.attach(model, homes, undo)
+    if not is_fake:
+        gradient_norms.attach(model, homes, undo)
     return streamer
 
 
