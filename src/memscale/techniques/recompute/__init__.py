@@ -24,6 +24,7 @@ import contextlib
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -36,6 +37,7 @@ from memscale._errors import VerificationError
 from memscale._torch import private
 from memscale._torch.host_rng import Fingerprint, HostRng
 from memscale._torch.overrides import ForwardOverride, transforms_refused
+from memscale._torch.unversioned_steps import STEPS
 from memscale.techniques.recompute import key_value_caches
 from memscale.techniques.recompute.backward_errors import wait_on_errors
 from memscale.techniques.recompute.module_state import RUN_AGAIN, Flags, Memory, ModuleState
@@ -81,6 +83,9 @@ class RecomputedForward(ForwardOverride):
 
     def attach(self, undo: contextlib.ExitStack) -> None:
         super().attach(undo)
+        watching = weakref.finalize(self, STEPS.watch())  # a wrapped model may die without being detached
+        watching.atexit = False
+        undo.callback(watching)
         wait_on_errors(self, self.module, undo)
 
     def devices(self) -> set[torch.device]:
@@ -131,7 +136,7 @@ class RecomputedForward(ForwardOverride):
     def note_recompute(self, begun_in: int, memory: Memory) -> None:
         """See NOTE [open blocks] in open_autocast.py."""
         types = {device.type for device in self._input_devices}
-        self.casts.note_recompute(begun_in, types, memory.values[memory.layout.parameters], memory.versions)
+        self.casts.note_recompute(begun_in, types, memory)
 
     def _warn_of_cache(self) -> None:
         """A key-value cache that is the caller's is filled as ever; a recompute would fill it a second time."""

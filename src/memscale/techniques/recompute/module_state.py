@@ -55,6 +55,7 @@ from memscale._torch.snapshots import (
     version_of,
     versions_of,
 )
+from memscale._torch.unversioned_steps import STEPS
 from memscale.techniques.recompute import tensors_beside
 from memscale.techniques.recompute.held_state import HeldState, Hidden, hide
 from memscale.techniques.recompute.tensors_beside import KeptTensors, TensorsBeside
@@ -165,7 +166,7 @@ class Memory:
 
     __slots__ = (
         "attributes", "beside", "buffers", "copied", "copies", "flags", "generators", "held", "layout", "left",
-        "shared", "tensors", "values", "versions",
+        "num_steps", "shared", "tensors", "values", "versions",
     )  # fmt: skip
 
     def __init__(self, layout: Layout, values: list[Any]) -> None:
@@ -173,6 +174,8 @@ class Memory:
         self.values = values
         self.flags: Flags = tuple(values[layout.flags])
         self.versions = versions_of(values[layout.parameters])
+        self.num_steps = STEPS.count
+        """How many steps had changed parameters without new versions."""
         self.buffers: Sequence[tuple[Slot, torch.Tensor | None, int]] = ()
         """Those that it left alone, with their versions."""
         self.copies: dict[Slot, Any] = {}
@@ -306,8 +309,7 @@ class ModuleState:
     def show(self, memory: Memory) -> Shown:
         """Let the module be as that forward found it. Refuses before it changes anything."""
         layout = memory.layout
-        if versions_of(memory.values[layout.parameters]) != memory.versions:
-            _refuse_changed(memory)
+        _refuse_changed_parameters(memory)
         if memory.tensors:
             self._attributes.refuse_changed(memory)
         if memory.held:
@@ -334,8 +336,7 @@ class ModuleState:
 
     def refuse_lost(self, memory: Memory) -> None:
         """Raise unless the module can be as that forward found it."""
-        if versions_of(memory.values[memory.layout.parameters]) != memory.versions:
-            _refuse_changed(memory)
+        _refuse_changed_parameters(memory)
         for slot, value, version in memory.buffers:
             if version_of(value) != version and slot not in memory.copies:
                 _refuse_buffer(memory.layout, slot)
@@ -391,14 +392,18 @@ def _show_others(memory: Memory, shown: Shown) -> None:
     shown.put(layout, [(slot, value) for slot, value in earlier.items() if layout.get(slot) is not value])
 
 
-def _refuse_changed(memory: Memory) -> None:
-    part = memory.layout.parameters
-    pairs = zip(memory.layout.slots[part], memory.values[part], memory.versions, strict=True)
-    name, value = next((slot[1], value) for slot, value, version in pairs if version_of(value) != version)
-    raise RuntimeError(
-        f"parameter {name!r} of shape {tuple(value.shape)} was changed in place between forward and backward, so "
-        "computing its layer again would give other results. Call backward before the optimizer's step."
-    )
+def _refuse_changed_parameters(memory: Memory) -> None:
+    parameters = memory.values[memory.layout.parameters]
+    if versions_of(parameters) == memory.versions and memory.num_steps == STEPS.count:
+        return
+    pairs = zip(memory.layout.slots[memory.layout.parameters], parameters, memory.versions, strict=True)
+    for slot, value, version in pairs:
+        if value is None or (version_of(value) == version and not STEPS.has_stepped(value, since=memory.num_steps)):
+            continue
+        raise RuntimeError(
+            f"parameter {slot[1]!r} of shape {tuple(value.shape)} was changed in place between forward and backward, "
+            "so computing its layer again would give other results. Call backward before the optimizer's step."
+        )
 
 
 class _Buffers:

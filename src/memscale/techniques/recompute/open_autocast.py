@@ -25,9 +25,13 @@ import torch
 
 from memscale._errors import MemScaleError
 from memscale._torch import private
+from memscale._torch.unversioned_steps import STEPS
+from memscale.techniques.recompute.module_state import Memory
 
 Parameters = list[tuple[weakref.ref[torch.Tensor], int]]
 """Parameters that autocast casts, and their versions."""
+Noted = tuple["Casts", tuple[str, ...], Parameters, int]
+"""A layer that was recomputed, with the types of its devices, and what its forward found."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -36,6 +40,8 @@ class OpenBlock:
 
     lifetime: Any
     parameters: Parameters
+    num_steps: int
+    """How many steps without new versions there had been."""
 
     def refuse_changed(self, module_fqn: str) -> bool:
         """Return whether the block is still open; raise if it is, and parameters have changed in it."""
@@ -44,7 +50,8 @@ class OpenBlock:
         known = [
             (parameter, version) for reference, version in self.parameters if (parameter := reference()) is not None
         ]
-        if any(parameter._version != version for parameter, version in known):
+        steps = self.num_steps
+        if any(p._version != version or STEPS.has_stepped(p, since=steps) for p, version in known):
             raise MemScaleError(
                 f"parameters of {module_fqn} were changed inside of an autocast block that is still open, where plain "
                 "PyTorch would go on with casts of the old ones, and a layer that is computed again in backward would "
@@ -64,16 +71,13 @@ class Casts:
         if self._open is not None and not self._open.refuse_changed(module_fqn):
             self._open = None
 
-    def note_recompute(
-        self, begun_in: int, device_types: Iterable[str], values: list[Any], versions: list[int]
-    ) -> None:
-        """A recompute begins of a forward that ran in this thread, with parameters of these versions."""
+    def note_recompute(self, begun_in: int, device_types: Iterable[str], memory: Memory) -> None:
+        """A recompute begins of a forward that ran in this thread and found this."""
         if begun_in == threading.get_ident() or not _remembers(device_types):
             return
-        parameters = [
-            (weakref.ref(value), version) for value, version in zip(values, versions, strict=True) if _is_cast(value)
-        ]
-        _Pass.now().layers.append((self, tuple(device_types), parameters))
+        pairs = zip(memory.values[memory.layout.parameters], memory.versions, strict=True)
+        parameters = [(weakref.ref(value), version) for value, version in pairs if _is_cast(value)]
+        _Pass.now().layers.append((self, tuple(device_types), parameters, memory.num_steps))
 
     def stay_in(self, block: OpenBlock) -> None:
         self._open = block
@@ -83,7 +87,7 @@ class _Pass:
     """One backward pass that recomputes layers under autocast."""
 
     def __init__(self) -> None:
-        self.layers: list[tuple[Casts, tuple[str, ...], Parameters]] = []
+        self.layers: list[Noted] = []
 
     @staticmethod
     def now() -> _Pass:
@@ -98,10 +102,10 @@ class _Pass:
         """The pass is over; autocast is as it was for who called `backward()`."""
         layers, self.layers = self.layers, []
         lifetime = None
-        for casts, device_types, parameters in layers:
+        for casts, device_types, parameters, num_steps in layers:
             if _remembers(device_types):
                 lifetime = lifetime or _lifetime()
-                casts.stay_in(OpenBlock(lifetime, parameters))
+                casts.stay_in(OpenBlock(lifetime, parameters, num_steps))
 
 
 _PASSES: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
