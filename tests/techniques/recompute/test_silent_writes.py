@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import memscale
 import simgpu  # noqa: F401  (registers the device)
 from memscale import MemScaleError
 from memscale._config import AsyncOffloadConfig
@@ -24,6 +25,7 @@ from memscale.techniques.offload.optimizer.on_device import StepOnDevice
 SIZE = 8
 DEVICE = torch.device("simgpu", 0)
 FQNS = ("blocks.0", "blocks.1")
+QUIET = memscale.Config(force_optimize=True, enable_logging=False, enable_offloading=False)
 PLANS: dict[str, Callable[[str], Action]] = {
     "checkpoint": Checkpoint,
     "selective": lambda fqn: Checkpoint(fqn, keep=("matmul", "attention")),
@@ -210,3 +212,13 @@ def test_only_layers_whose_forward_may_do_so_are_watched() -> None:
     assert not code_names_any(Block(), ("data",))
     assert code_names_any(MadeOnly(), ("data",))
     assert not code_names_any(MadeOnly(), ("data",), once_made=True)
+
+
+def test_a_rehearsal_holds_nothing_and_compares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tensors have no values, and what it holds would be counted."""
+    monkeypatch.setattr("memscale.techniques.recompute.SilentWrites", None)
+    model = memscale.wrap(Net(ReplacesResult), QUIET, torch.ones(64, SIZE))
+    plan = memscale.executor_of(model).plan
+    assert plan.profile_source == "static"
+    assert any(isinstance(action, Checkpoint) for action in plan.actions)
+    memscale.detach(model)

@@ -43,7 +43,7 @@ from memscale.techniques.recompute.backward_errors import wait_on_errors
 from memscale.techniques.recompute.module_state import RUN_AGAIN, Flags, Memory, ModuleState
 from memscale.techniques.recompute.open_autocast import Casts
 from memscale.techniques.recompute.saved_writes import SavedWrites
-from memscale.techniques.recompute.silent_writes import SilentWrites, may_write_silently
+from memscale.techniques.recompute.silent_writes import SilentWrites, is_watched_here, may_write_silently
 
 
 class RecomputeWatcher(Protocol):
@@ -133,6 +133,12 @@ class RecomputedForward(ForwardOverride):
         """The same in backward."""
         return self.inner()(*args, **kwargs)
 
+    def silent_writes(self, leaves: tuple[Any, ...], memory: Memory) -> SilentWrites | None:
+        """Who looks for writes past autograd in the forward that begins; None: its code makes none."""
+        if not self.may_write_silently or not is_watched_here():
+            return None
+        return SilentWrites(self.module_fqn, leaves, memory.storages())
+
     def note_recompute(self, begun_in: int, memory: Memory) -> None:
         """See NOTE [open blocks] in open_autocast.py."""
         types = {device.type for device in self._input_devices}
@@ -208,9 +214,7 @@ class Region:
         if owner.changes_saved.get(self.memory.flags) is False:
             output = owner.compute(args, kwargs, self)
         else:
-            silent = (
-                SilentWrites(owner.module_fqn, leaves, self.memory.storages()) if owner.may_write_silently else None
-            )
+            silent = owner.silent_writes(leaves, self.memory)
             writes = SavedWrites(owner.module_fqn, ends_early=not owner.verify, silent=silent)
             with writes.watched():
                 output = owner.compute(args, kwargs, self)

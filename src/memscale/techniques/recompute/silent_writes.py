@@ -27,7 +27,12 @@ from memscale._torch.named_in_code import code_names_any
 
 def may_write_silently(module: nn.Module) -> bool:
     """Whether the code of the module, or of its parts, may write past autograd."""
-    return private.active_fake_mode() is None and code_names_any(module, ("data",), once_made=True)
+    return code_names_any(module, ("data",), once_made=True)
+
+
+def is_watched_here() -> bool:
+    """Whether tensors have values that can be compared: in a rehearsal they have none."""
+    return private.active_fake_mode() is None
 
 
 class SilentWrites:

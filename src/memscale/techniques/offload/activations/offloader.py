@@ -51,7 +51,7 @@ from memscale.techniques.offload.activations.filled_later import is_unfilled, ma
 from memscale.techniques.offload.store.stores import Layout, Ticket, can_store
 from memscale.techniques.offload.transfer.stream_order import TransferStats
 from memscale.techniques.offload.transfer.transfers import WINDOW_BYTES, Arrival, Transfers
-from memscale.techniques.recompute.silent_writes import SilentWrites, may_write_silently
+from memscale.techniques.recompute.silent_writes import SilentWrites, is_watched_here, may_write_silently
 
 MIN_TENSOR_BYTES = 1024 * 1024
 PREFETCH_BYTES = 64 * 1024 * 1024
@@ -367,7 +367,7 @@ class OffloadedForward(ForwardOverride):
 
     def _watch(self, resident: Collection[int]) -> SilentWrites | None:
         """Watch the first forward in each state of the training flags, where it may write past autograd."""
-        if not self._may_write_silently:
+        if not self._may_write_silently or not is_watched_here():
             return None
         flags = tuple(part.training for part in self.module.modules())
         if flags in self._watched:
