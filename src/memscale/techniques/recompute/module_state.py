@@ -377,8 +377,8 @@ def _let_silent_writes_through(stand_ins: list[tuple[torch.Tensor, torch.Tensor,
     """See NOTE [silent writes]."""
     pairs = [(copied, buffer) for copied, buffer, version in stand_ins if version_of(buffer) == version]
     if pairs:
-        with private.real_tensors(), torch.no_grad():
-            torch._foreach_copy_([copied.data for copied, _ in pairs], [buffer for _, buffer in pairs])
+        with private.real_tensors():
+            private.write_silently([copied for copied, _ in pairs], [buffer for _, buffer in pairs])
 
 
 def _show_others(memory: Memory, shown: Shown) -> None:
