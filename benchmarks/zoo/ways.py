@@ -137,7 +137,7 @@ def treat(way: Way, subject: Subject, directory: str) -> None:
             _plan_as_low_as_possible(way, subject.on(way.device), directory)
         changes = {"force_optimize": False, "memory_budget_gb": subject.tight_budgets[way.device] / 1e9}
     memscale.wrap(subject.model, way.config(directory, **changes), subject.sample)
-    if not way.tight and subject.sample is not None and not plan_of(subject.model).provisional:
+    if not way.tight and subject.sample is not None and _is_planned(subject.model):
         _note_tight_budget(way, subject)
 
 
@@ -186,7 +186,7 @@ def _plan_as_low_as_possible(way: Way, subject: Subject, directory: str) -> None
     memscale.wrap(subject.model, way.config(directory), subject.sample)
     training = Training(subject)
     for _ in range(MOST_OBSERVED_STEPS):
-        if executor_of(subject.model) is not None and not plan_of(subject.model).provisional:
+        if _is_planned(subject.model):
             break
         training.step()
     _note_tight_budget(way, subject)
@@ -198,6 +198,12 @@ def _note_tight_budget(way: Way, subject: Subject) -> None:
     plan = plan_of(subject.model)
     saved_bytes = plan.baseline_peak_bytes - plan.predicted_peak_bytes
     subject.tight_budgets[way.device] = plan.predicted_peak_bytes + TIGHTNESS * saved_bytes
+
+
+def _is_planned(model: Any) -> bool:
+    """Whether it has a plan that stays; one that is observed first has none before its first step."""
+    executor = executor_of(model)
+    return executor is not None and executor.plan is not None and not executor.plan.provisional
 
 
 def plan_of(model: Any) -> Any:

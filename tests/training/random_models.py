@@ -160,6 +160,33 @@ class Average(nn.Module):
         return x - self.mean
 
 
+class Codebook(nn.Module):
+    """A matrix that is saved for backward, and then written to past autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.eye(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x @ self.codes
+        self.codes.data.mul_(0.75)
+        return y
+
+
+class WritesPastAutograd(nn.Module):
+    """What it has saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(x)
+        y = self.inner(hidden)
+        hidden.data.mul_(0.5)
+        return y
+
+
 class DropsLayers(nn.Module):
     """Three kinds of random numbers decide what is computed."""
 
@@ -229,6 +256,8 @@ LEAVES = {
     "changes its input": ChangesItsInput,
     "counter": Counter,
     "average": Average,
+    "codebook": Codebook,
+    "writes past autograd": WritesPastAutograd,
     "drops layers": DropsLayers,
     "hooked": Hooked,
     "detaches": Detaches,
@@ -286,7 +315,10 @@ class Twice(nn.Module):
         return self.inner(self.inner(x.clone()).clone())
 
 
-STATEFUL = {"counter", "average", "batch norm", "spectral norm", "drops layers"}
+STATEFUL = {
+    *("counter", "average", "batch norm", "spectral norm", "drops layers"),
+    *("codebook", "writes past autograd"),
+}
 """What a model's own checkpoint would change twice, or draw anew: plain training with it is no standard to hold to."""
 
 

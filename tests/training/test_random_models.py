@@ -46,6 +46,7 @@ TREATMENTS: dict[str, Any] = {
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
+    "fused AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
     "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3),
 }
 
@@ -62,6 +63,7 @@ def plans(draw: Any) -> dict[str, Any]:
         "asynchronous": draw(st.booleans()),
         "device": "simgpu" if on_device else "cpu",
         "optimizer": draw(st.sampled_from(sorted(OPTIMIZERS))),
+        "evaluates": draw(st.booleans()),
     }
 
 
@@ -93,9 +95,17 @@ def subject_of(description: Description, plan: dict[str, Any]) -> Subject:
     return Subject(
         build(description),
         {"ids": ids},
-        lambda model, inputs: model(**inputs),
+        evaluated_and_trained if plan["evaluates"] else lambda model, inputs: model(**inputs),
         lambda model: make([p for p in model.parameters() if p.requires_grad]),
     )
+
+
+def evaluated_and_trained(model: nn.Module, inputs: dict[str, Any]) -> list[Any]:
+    """Two forwards before one backward; what the second writes past autograd, the first has saved."""
+    model.eval()
+    first = model(**inputs)
+    model.train()
+    return [first, model(**inputs)]
 
 
 def check(description: Description, plan: dict[str, Any]) -> str:

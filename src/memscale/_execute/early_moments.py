@@ -2,7 +2,8 @@
 
 State is asked for where a layer's backward begins, in autograd's thread and on the stream that computes there, as a
 streamed layer's weights are. It is given up where a forward begins, whatever that is for: of a step that has more
-batches, of an evaluation, or after a step that was skipped. See NOTE [early state] in
+batches, of an evaluation, or after a step that was skipped; and where another backward begins, of which nothing is free
+yet. A backward that keeps its graph frees nothing that state could come to. See NOTE [early state] in
 techniques/offload/optimizer/early_arrivals.py.
 """
 
@@ -42,13 +43,19 @@ class _Asked:
     def __init__(self, adoption: Adoption, sizes: dict[str, int]) -> None:
         self._adoption, self._sizes = adoption, sizes
         self.points = [ReleasePoint("backward", module_fqn) for module_fqn in sizes]
+        self._pass = private.graph_task_id()
+        """The backward pass that has asked last."""
 
     @property
     def num_bytes(self) -> int:
         return sum(self._sizes.values())
 
     def reach(self, point: ReleasePoint) -> None:
-        self._adoption.fetch_early(self._sizes[point.module_fqn])
+        before, self._pass = self._pass, private.graph_task_id()
+        if before != self._pass:
+            self._adoption.drop_early()
+        if not private.keeps_graph():
+            self._adoption.fetch_early(self._sizes[point.module_fqn])
 
 
 class _GiveUp(OwnHook):

@@ -32,3 +32,11 @@ def test_a_witness_shares_the_counter_and_no_memory(is_faked: bool) -> None:
         assert witness.numel() == 0
         tensor.add_(1)
         assert tensor._version == detached._version == witness._version == 1
+
+
+def test_a_silent_write_changes_values_and_no_version() -> None:
+    targets, sources = [torch.zeros(3), torch.zeros((), dtype=torch.long)], [torch.ones(3), torch.tensor(2)]
+    versions = [target._version for target in targets]
+    private.write_silently(targets, sources)
+    assert all(map(torch.equal, targets, sources))
+    assert [target._version for target in targets] == versions

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from memscale.techniques.recompute.tensors_beside import LARGEST_PIECE, _sums_of
+from memscale._torch.bit_sums import LARGEST_PIECE, sums_of_bits
 
 
 def tensors() -> list[torch.Tensor]:
@@ -29,13 +29,13 @@ def tensors() -> list[torch.Tensor]:
 def test_they_are_those_of_the_whole() -> None:
     integers = {2: torch.int16, 4: torch.int32}
     whole = [(torch.view_as_real(t) if t.is_complex() else t) for t in tensors()]
-    assert _sums_of(tensors()) == [int(t.clone().view(integers[t.element_size()]).sum()) for t in whole]
+    assert sums_of_bits(tensors()) == [int(t.clone().view(integers[t.element_size()]).sum()) for t in whole]
 
 
 def test_little_is_summed_up_at_once() -> None:
     """A card copies that many elements into 64 bits."""
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
-        _sums_of(tensors())
+        sums_of_bits(tensors())
     sizes = [math.prod(event.input_shapes[0]) for event in profiled.events() if event.name == "aten::sum"]
     assert max(sizes) <= LARGEST_PIECE
     assert sum(sizes) == sum(tensor.numel() * (1 + tensor.is_complex()) for tensor in tensors())
@@ -44,6 +44,6 @@ def test_little_is_summed_up_at_once() -> None:
 @pytest.mark.parametrize("index", [0, LARGEST_PIECE, -1])
 def test_every_element_counts(index: int) -> None:
     tensor = torch.zeros(3 * LARGEST_PIECE)
-    (before,) = _sums_of([tensor])
+    (before,) = sums_of_bits([tensor])
     tensor[index] = 1.0
-    assert _sums_of([tensor]) != [before]
+    assert sums_of_bits([tensor]) != [before]

@@ -103,7 +103,7 @@ from memscale._torch.private.storages import (
     tensor_over,
     wrapper_tensor,
 )
-from memscale._torch.private.versions import detach_with_version, share_version_counter, version_witness
+from memscale._torch.private.versions import detach_with_version, share_version_counter, version_witness, write_silently
 
 __all__ = [
     "COMPILED_CALL",
@@ -199,4 +199,5 @@ __all__ = [
     "without_function_modes",
     "without_torch_function",
     "wrapper_tensor",
+    "write_silently",
 ]

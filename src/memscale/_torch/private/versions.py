@@ -1,9 +1,12 @@
 """Version counters: what autograd knows of changes in place.
 
-Relies on: the dispatch key that lets `detach` keep the counter, and the function that sets one.
+Relies on: the dispatch key that lets `detach` keep the counter, the function that sets one, and the copy of many
+tensors at once.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 
@@ -32,3 +35,9 @@ def share_version_counter(first: torch.Tensor, second: torch.Tensor) -> bool:
         return first._version != version
     finally:
         torch._C._autograd._unsafe_set_version_counter((second,), (version,))
+
+
+def write_silently(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into its target; autograd is not told. On a device a few kernels do it."""
+    with torch.no_grad():
+        torch._foreach_copy_([target.data for target in targets], list(sources))

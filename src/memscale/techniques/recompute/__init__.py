@@ -21,8 +21,10 @@ that call (see `key_value_caches.py`), nor is any inside `torch.func` transforms
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
@@ -35,10 +37,13 @@ from memscale._errors import VerificationError
 from memscale._torch import private
 from memscale._torch.host_rng import Fingerprint, HostRng
 from memscale._torch.overrides import ForwardOverride, transforms_refused
+from memscale._torch.unversioned_steps import STEPS
 from memscale.techniques.recompute import key_value_caches
 from memscale.techniques.recompute.backward_errors import wait_on_errors
 from memscale.techniques.recompute.module_state import RUN_AGAIN, Flags, Memory, ModuleState
+from memscale.techniques.recompute.open_autocast import Casts
 from memscale.techniques.recompute.saved_writes import SavedWrites
+from memscale.techniques.recompute.silent_writes import SilentWrites, is_watched_here, may_write_silently
 
 
 class RecomputeWatcher(Protocol):
@@ -70,12 +75,17 @@ class RecomputedForward(ForwardOverride):
         training flags."""
         self.changes_saved: dict[Flags, bool] = {}
         """Whether it changes what it has saved for backward: learned likewise."""
+        self.may_write_silently = may_write_silently(module)
+        self.casts = Casts()
         self.state = ModuleState(module)
         self._warned = False
         self._input_devices: frozenset[torch.device] = frozenset()
 
     def attach(self, undo: contextlib.ExitStack) -> None:
         super().attach(undo)
+        watching = weakref.finalize(self, STEPS.watch())  # a wrapped model may die without being detached
+        watching.atexit = False
+        undo.callback(watching)
         wait_on_errors(self, self.module, undo)
 
     def devices(self) -> set[torch.device]:
@@ -87,6 +97,7 @@ class RecomputedForward(ForwardOverride):
         return {*self._input_devices, *(tensor.device for tensor in tensors if not private.is_fake(tensor))}
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
+        self.casts.refuse_changed(self.module_fqn)
         if not torch.is_grad_enabled() or private.inside_functional_transform():
             return self.compute(args, kwargs, None)
         # Flat, so that checkpoint sees every tensor: it saves the RNG only of devices that it finds among them.
@@ -122,6 +133,17 @@ class RecomputedForward(ForwardOverride):
         """The same in backward."""
         return self.inner()(*args, **kwargs)
 
+    def silent_writes(self, leaves: tuple[Any, ...], memory: Memory) -> SilentWrites | None:
+        """Who looks for writes past autograd in the forward that begins; None: its code makes none."""
+        if not self.may_write_silently or not is_watched_here():
+            return None
+        return SilentWrites(self.module_fqn, leaves, memory.storages())
+
+    def note_recompute(self, begun_in: int, memory: Memory) -> None:
+        """See NOTE [open blocks] in open_autocast.py."""
+        types = {device.type for device in self._input_devices}
+        self.casts.note_recompute(begun_in, types, memory)
+
     def _warn_of_cache(self) -> None:
         """A key-value cache that is the caller's is filled as ever; a recompute would fill it a second time."""
         if not self._warned:
@@ -137,6 +159,7 @@ class Region:
     """One call of such a module."""
 
     __slots__ = (
+        "begun_in",
         "caches",
         "caches_off",
         "digest",
@@ -160,6 +183,7 @@ class Region:
         self.caches: list[key_value_caches.CacheBefore] = []
         """Key-value caches among the arguments, as they were."""
         self.caches_off = key_value_caches.now_switched_off()
+        self.begun_in = threading.get_ident()
         self.memory: Memory
         self.digest: list[int] | None = None
         self.notes: Any = None
@@ -169,7 +193,7 @@ class Region:
         if self.original is not None:
             (args, kwargs), self.original = self.original, None
             versions, objects = _versions(leaves), _objects(leaves) if isinstance(self.spec, TreeSpec) else ()
-            output = self._compute(args, kwargs)
+            output = self._compute(args, kwargs, leaves)
             if _versions(leaves) != versions or (objects and not all(_is_as_before(*pair) for pair in objects)):
                 raise RuntimeError(
                     f"{self.owner.module_fqn} changes its input in place, so it cannot be computed again; leave it out "
@@ -182,7 +206,7 @@ class Region:
         with key_value_caches.switched_off(self.caches_off):
             return self._recompute(args, kwargs)
 
-    def _compute(self, args: Any, kwargs: Any) -> Any:
+    def _compute(self, args: Any, kwargs: Any, leaves: tuple[Any, ...]) -> Any:
         owner = self.owner
         self.memory = owner.state.before()
         draws = owner.draws.get(self.memory.flags)
@@ -190,7 +214,8 @@ class Region:
         if owner.changes_saved.get(self.memory.flags) is False:
             output = owner.compute(args, kwargs, self)
         else:
-            writes = SavedWrites(owner.module_fqn, ends_early=not owner.verify)
+            silent = owner.silent_writes(leaves, self.memory)
+            writes = SavedWrites(owner.module_fqn, ends_early=not owner.verify, silent=silent)
             with writes.watched():
                 output = owner.compute(args, kwargs, self)
             owner.changes_saved[self.memory.flags] = owner.changes_saved.get(self.memory.flags, False) or writes.found
@@ -221,6 +246,7 @@ class Region:
     def _recompute(self, args: Any, kwargs: Any) -> Any:
         owner = self.owner
         owner.num_recomputes += 1
+        owner.note_recompute(self.begun_in, self.memory)
         begun_s = time.perf_counter()
         shown = owner.state.show(self.memory)
         watcher = owner.watcher

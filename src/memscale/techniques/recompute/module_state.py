@@ -16,6 +16,10 @@ they were replaced or, for tensors, changed. Buffers are compared by value at th
 other containers that an attribute holds are looked into then, too (held_state.py); those that it changed show the
 recompute what they held, and are the same objects all the time.
 
+NOTE [silent writes]: what is saved for backward has, in backward, what was written to it since without autograd being
+told (batch norms, `.data`), and plain PyTorch uses that. So when a recompute is over, the copies that it computed with
+get what the buffers hold by now. Where autograd was told, plain PyTorch raises, and the copies stay as they are.
+
 NOTE [tables]: everything lies in dictionaries: four for each part of the module, its attributes, parameters, buffers
 and children. They are numbered and read in one go. Those of the parts are held; the module's own is not, since it
 leads to us: a wrapped model dies with its last reference.
@@ -32,6 +36,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from memscale._torch import private
 from memscale._torch.overrides import OWN_ATTRIBUTES
 from memscale._torch.snapshots import (
     ABSENT,
@@ -50,6 +55,7 @@ from memscale._torch.snapshots import (
     version_of,
     versions_of,
 )
+from memscale._torch.unversioned_steps import STEPS
 from memscale.techniques.recompute import tensors_beside
 from memscale.techniques.recompute.held_state import HeldState, Hidden, hide
 from memscale.techniques.recompute.tensors_beside import KeptTensors, TensorsBeside
@@ -159,8 +165,8 @@ class Memory:
     """What one forward found."""
 
     __slots__ = (
-        "attributes", "beside", "buffers", "copies", "flags", "generators", "held", "layout", "shared", "tensors",
-        "values", "versions",
+        "attributes", "beside", "buffers", "copied", "copies", "flags", "generators", "held", "layout", "left",
+        "num_steps", "shared", "tensors", "values", "versions",
     )  # fmt: skip
 
     def __init__(self, layout: Layout, values: list[Any]) -> None:
@@ -168,10 +174,16 @@ class Memory:
         self.values = values
         self.flags: Flags = tuple(values[layout.flags])
         self.versions = versions_of(values[layout.parameters])
+        self.num_steps = STEPS.count
+        """How many steps had changed parameters without new versions."""
         self.buffers: Sequence[tuple[Slot, torch.Tensor | None, int]] = ()
         """Those that it left alone, with their versions."""
         self.copies: dict[Slot, Any] = {}
         """Earlier values of the buffers that it changed; None or `ABSENT` for those that it made."""
+        self.copied: dict[Slot, torch.Tensor] = {}
+        """Those buffers, until the forward is over."""
+        self.left: dict[Slot, tuple[torch.Tensor, int]] = {}
+        """Those buffers, and the versions that it left them with. See NOTE [silent writes]."""
         self.shared: frozenset[Slot] = frozenset()
         """Those of the copied buffers that share memory with another one."""
         self.tensors: Sequence[tuple[Slot, Any, int]] = ()
@@ -185,13 +197,25 @@ class Memory:
         self.beside: KeptTensors | None = None
         """Tensors that are not registered."""
 
+    def storages(self) -> frozenset[int]:
+        """The storages of all tensors of the module that it knows of."""
+        tensors = [value for value in self.values if isinstance(value, torch.Tensor)]
+        if self.beside is not None:
+            tensors += [*(tensor for tensor, _ in self.beside.contents), *(tensor for tensor, _ in self.beside.large)]
+            tensors += [tensor for tensor, *_ in (*self.beside.first, *self.beside.sums)]
+        return frozenset(
+            private.storage_key(tensor.untyped_storage()) for tensor in tensors if tensor.layout is torch.strided
+        )
+
 
 class Shown:
     """What the module really has while it shows a memory."""
 
-    __slots__ = ("contents", "entries", "generators", "hidden")
+    __slots__ = ("contents", "entries", "generators", "hidden", "stand_ins")
 
     def __init__(self) -> None:
+        self.stand_ins: list[tuple[torch.Tensor, torch.Tensor, int]] = []
+        """Copies of buffers, the buffers and the versions that their forward left them with."""
         self.contents: tensors_beside.Contents = []
         self.hidden: list[Hidden] = []
         self.entries: list[tuple[Table, str, Any]] = []
@@ -285,8 +309,7 @@ class ModuleState:
     def show(self, memory: Memory) -> Shown:
         """Let the module be as that forward found it. Refuses before it changes anything."""
         layout = memory.layout
-        if versions_of(memory.values[layout.parameters]) != memory.versions:
-            _refuse_changed(memory)
+        _refuse_changed_parameters(memory)
         if memory.tensors:
             self._attributes.refuse_changed(memory)
         if memory.held:
@@ -297,7 +320,9 @@ class ModuleState:
             _show_others(memory, shown)
         # Stand-ins: a second recompute finds the copies untouched.
         if memory.copies:
-            shown.put(layout, clones_of(memory.copies, memory.shared).items())
+            clones = clones_of(memory.copies, memory.shared)
+            shown.put(layout, clones.items())
+            shown.stand_ins = [(clones[slot], *left) for slot, left in memory.left.items()]
         if memory.attributes:
             shown.put(layout, [(slot, stand_in_for(value)) for slot, value in memory.attributes.items()])
         for generator, state in memory.generators:
@@ -311,8 +336,7 @@ class ModuleState:
 
     def refuse_lost(self, memory: Memory) -> None:
         """Raise unless the module can be as that forward found it."""
-        if versions_of(memory.values[memory.layout.parameters]) != memory.versions:
-            _refuse_changed(memory)
+        _refuse_changed_parameters(memory)
         for slot, value, version in memory.buffers:
             if version_of(value) != version and slot not in memory.copies:
                 _refuse_buffer(memory.layout, slot)
@@ -340,12 +364,21 @@ class ModuleState:
 
     def hide(self, shown: Shown) -> None:
         """Let the module be as it was before `show`."""
+        _let_silent_writes_through(shown.stand_ins)
         tensors_beside.hide(shown.contents)
         for hidden in reversed(shown.hidden):
             hide(hidden)
         _put(reversed(shown.entries))
         for generator, state in shown.generators:
             set_state(generator, state)
+
+
+def _let_silent_writes_through(stand_ins: list[tuple[torch.Tensor, torch.Tensor, int]]) -> None:
+    """See NOTE [silent writes]."""
+    pairs = [(copied, buffer) for copied, buffer, version in stand_ins if version_of(buffer) == version]
+    if pairs:
+        with private.real_tensors():
+            private.write_silently([copied for copied, _ in pairs], [buffer for _, buffer in pairs])
 
 
 def _show_others(memory: Memory, shown: Shown) -> None:
@@ -359,14 +392,18 @@ def _show_others(memory: Memory, shown: Shown) -> None:
     shown.put(layout, [(slot, value) for slot, value in earlier.items() if layout.get(slot) is not value])
 
 
-def _refuse_changed(memory: Memory) -> None:
-    part = memory.layout.parameters
-    pairs = zip(memory.layout.slots[part], memory.values[part], memory.versions, strict=True)
-    name, value = next((slot[1], value) for slot, value, version in pairs if version_of(value) != version)
-    raise RuntimeError(
-        f"parameter {name!r} of shape {tuple(value.shape)} was changed in place between forward and backward, so "
-        "computing its layer again would give other results. Call backward before the optimizer's step."
-    )
+def _refuse_changed_parameters(memory: Memory) -> None:
+    parameters = memory.values[memory.layout.parameters]
+    if versions_of(parameters) == memory.versions and memory.num_steps == STEPS.count:
+        return
+    pairs = zip(memory.layout.slots[memory.layout.parameters], parameters, memory.versions, strict=True)
+    for slot, value, version in pairs:
+        if value is None or (version_of(value) == version and not STEPS.has_stepped(value, since=memory.num_steps)):
+            continue
+        raise RuntimeError(
+            f"parameter {slot[1]!r} of shape {tuple(value.shape)} was changed in place between forward and backward, "
+            "so computing its layer again would give other results. Call backward before the optimizer's step."
+        )
 
 
 class _Buffers:
@@ -401,6 +438,7 @@ class _Buffers:
         elif copied:
             memory.shared = self._shared.intersection(copied)
             memory.copies = clones_of(copied, memory.shared)
+            memory.copied = {slot: value for slot, value in copied.items() if _may_be_saved(value)}
 
     def _may_change(self, value: torch.Tensor) -> bool:
         """Whether a value may change unseen; the versions of large ones that are written to as usual tell of it."""
@@ -436,6 +474,8 @@ class _Buffers:
         elif touched:
             known.update(touched)
             _refuse_buffer(layout, next(iter(touched)))
+        copied, memory.copied = memory.copied, {}
+        memory.left = {slot: (value, version_of(value)) for slot, value in copied.items() if slot in memory.copies}
 
     def _learn(self, memory: Memory, touched: dict[Slot, Any]) -> None:
         changed = {
@@ -450,6 +490,11 @@ class _Buffers:
         kept = known | self._small
         memory.copies = {slot: copied for slot, copied in memory.copies.items() if slot in kept}
         memory.buffers = [entry for entry in memory.buffers if entry[0] not in kept]
+
+
+def _may_be_saved(value: Any) -> bool:
+    """Whether autograd may save this buffer, whose values matter then. See NOTE [silent writes]."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided and not private.is_fake(value)
 
 
 def _copied_to_host(value: Any) -> Any:

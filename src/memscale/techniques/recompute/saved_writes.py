@@ -22,6 +22,7 @@ import torch
 
 from memscale._errors import MemScaleError
 from memscale._torch import private
+from memscale.techniques.recompute.silent_writes import SilentWrites
 
 
 @dataclasses.dataclass(slots=True)
@@ -35,10 +36,12 @@ class _Saved:
 class SavedWrites:
     """Watches one forward of a module, and what its backward asks for."""
 
-    def __init__(self, module_fqn: str, *, ends_early: bool) -> None:
-        """`ends_early`: whether a recompute ends with the last tensor that is saved."""
+    def __init__(self, module_fqn: str, *, ends_early: bool, silent: SilentWrites | None = None) -> None:
+        """`ends_early`: whether a recompute ends with the last tensor that is saved. `silent`: who looks for writes
+        that autograd is not told of; None: the module's code makes none."""
         self._module_fqn = module_fqn
         self._ends_early = ends_early
+        self._silent = silent
         self._open: list[tuple[torch.Tensor, int, _Saved]] = []
         self.found = False
 
@@ -54,6 +57,8 @@ class SavedWrites:
         def pack_and_note(tensor: torch.Tensor) -> Any:
             self._look()
             saved = _Saved(pack(tensor))
+            if self._silent is not None:
+                self._silent.saved(tensor)
             if not tensor.is_inference():
                 self._open.append((private.version_witness(tensor), tensor._version, saved))
             return saved
@@ -71,6 +76,8 @@ class SavedWrites:
                 yield
             if not self._ends_early:
                 self._look()
+            if self._silent is not None:
+                self._silent.refuse()
         finally:
             self._open = []
 

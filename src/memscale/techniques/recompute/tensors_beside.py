@@ -37,6 +37,7 @@ import torch
 from torch import nn
 
 from memscale._torch import private
+from memscale._torch.bit_sums import has_plain_memory, sums_of_bits
 from memscale._torch.snapshots import version_of
 from memscale._torch.state_beside import Beside, tensors_in
 
@@ -44,8 +45,6 @@ LARGEST_COPY_BYTES = 1 << 16
 """The largest tensor that is copied before every forward."""
 LARGEST_FIRST_COPY_BYTES = 1 << 24
 """The largest that is copied before the first one."""
-LARGEST_PIECE = 1 << 16
-"""The most elements that are summed up at once."""
 Flags: TypeAlias = tuple[bool, ...]
 Contents: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 """Tensors, and what they hold at one moment."""
@@ -116,7 +115,7 @@ class TensorsBeside:
         with private.real_tensors():
             changed = [(t, held) for t, version, held in first if version_of(t) == version and _differ(t, held)]
         kept.contents += changed
-        now = _sums_of([tensor for tensor, _, _ in sums])
+        now = sums_of_bits([tensor for tensor, _, _ in sums])
         lost = [
             t for (t, version, then), bits in zip(sums, now, strict=True) if bits != then and version_of(t) == version
         ]
@@ -134,61 +133,13 @@ def _watch_closely(kept: KeptTensors, large: list[torch.Tensor], parameters: Ite
     large = list({id(tensor): tensor for tensor in large}.values())
     copied = [tensor for tensor in large if tensor.nbytes <= LARGEST_FIRST_COPY_BYTES]
     summed = [tensor for tensor in large if tensor.nbytes > LARGEST_FIRST_COPY_BYTES]
-    summed += [each for each in parameters if type(each) is nn.Parameter and _has_plain_memory(each)]
+    summed += [each for each in parameters if type(each) is nn.Parameter and has_plain_memory(each)]
     kept.first = [(tensor, version_of(tensor), held) for tensor, held in _contents_of(copied)]
-    kept.sums = [(t, version_of(t), bits) for t, bits in zip(summed, _sums_of(summed), strict=True)]
+    kept.sums = [(t, version_of(t), bits) for t, bits in zip(summed, sums_of_bits(summed), strict=True)]
 
 
 def _differ(tensor: torch.Tensor, held: torch.Tensor) -> bool:
     return not torch.equal(tensor, held)
-
-
-def _sums_of(tensors: list[torch.Tensor]) -> list[int]:
-    """The sum of the bits of each, read as integers; the host waits once for each device."""
-    by_device: dict[torch.device, list[int]] = {}
-    sums: list[torch.Tensor] = []
-    with private.real_tensors(), torch.no_grad():
-        for number, tensor in enumerate(tensors):
-            sums.append(_sum_of(_as_integers(tensor)))
-            by_device.setdefault(tensor.device, []).append(number)
-        found = {n: bits for ns in by_device.values() for n, bits in zip(ns, _read([sums[n] for n in ns]), strict=True)}
-    return [found[number] for number in range(len(tensors))]
-
-
-def _sum_of(bits: torch.Tensor) -> torch.Tensor:
-    """The sum as a tensor of 64 bits. A device would make a copy of all that is summed up at once, in 64 bits: four
-    times a weight of 16. No plan counts that, so it is done piece by piece."""
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for piece in _pieces(bits):
-        total += piece.sum(dtype=torch.int64)
-    return total
-
-
-def _pieces(bits: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Views of at most so many elements, which are all of it."""
-    if bits.numel() <= LARGEST_PIECE:
-        yield bits
-    elif bits.is_contiguous():
-        yield from bits.view(-1).split(LARGEST_PIECE)
-    else:
-        dimension = max(range(bits.dim()), key=bits.size)
-        for half in bits.chunk(2, dimension):
-            yield from _pieces(half)
-
-
-def _read(sums: list[torch.Tensor]) -> list[int]:
-    values: list[int] = torch.stack(sums).tolist()
-    return values
-
-
-def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    return tensor.view(_INTEGERS[tensor.element_size()])
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _living(references: Iterable[weakref.ref[torch.Tensor]]) -> list[torch.Tensor]:
@@ -257,13 +208,4 @@ def is_small(tensor: torch.Tensor) -> bool:
 
 def _may_be_written(tensor: torch.Tensor) -> bool:
     """Statistics are plain tensors; what is trained, and what has no memory of its own, is not."""
-    return type(tensor) is torch.Tensor and not tensor.requires_grad and _has_plain_memory(tensor)
-
-
-def _has_plain_memory(tensor: torch.Tensor) -> bool:
-    return (
-        tensor.layout is torch.strided
-        and tensor.device.type != "meta"
-        and not tensor.is_inference()
-        and not any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    )
+    return type(tensor) is torch.Tensor and not tensor.requires_grad and has_plain_memory(tensor)

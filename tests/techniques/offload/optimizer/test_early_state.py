@@ -225,6 +225,32 @@ def test_the_plan_is_taken_off_between_backward_and_the_step():
     no_hooks_left(training.optimizer)
 
 
+@pytest.mark.parametrize("keeps_graph", [False, True])
+def test_a_backward_begins_without_the_state_that_the_one_before_has_asked_for(keeps_graph: bool):
+    """Its activations are all there: with the state beside them, a step would take more than its plan promises."""
+    training = Training("simgpu", plain(O.AdamW)).run(1)
+    with wrapped(training.net, OffloadOptimizer(BUCKET_BYTES), *EARLY) as executor:
+        training.run(1)
+        adoption = executor.offload_users["optimizer"]
+        held, fetch = [], adoption.fetch_early
+
+        def note_and_fetch(num_bytes: int) -> None:
+            held.append(sum(one.early.num_bytes for one in adoption._known.values()))
+            fetch(num_bytes)
+
+        adoption.fetch_early = note_and_fetch
+        x = torch.ones(16, 64, device="simgpu")
+        losses = [training.net(x).square().mean() for _ in range(2)]
+        losses[0].backward(retain_graph=keeps_graph)
+        first = list(held)
+        losses[1].backward()
+        assert len(first) == (0 if keeps_graph else 2)
+        second = held[len(first) :]
+        assert second[0] == 0
+        assert second[1] > 0
+        training.update()
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_copies_of_the_model_are_plain(plan: str):
     training = Training("simgpu", plain(O.AdamW)).run(1)

@@ -26,8 +26,8 @@ that pass, however it ends. A saved tensor belongs to the graph. Nothing else ho
 These tensors stay where they are: parameters and buffers (recognised by storage), small tensors, expanded tensors,
 subclasses, tensors of other devices, and what an operator may fill only after autograd has saved it (filled_later.py).
 
-Known limit: a write that goes past the version counter (`.data`, foreign kernels) between two savings of one tensor is
-not seen; the second saving then gets the value of the first.
+Known limit: a write that goes past the version counter (`.data`, foreign kernels) is seen in the first forwards of
+layers whose code names `.data` (silent_writes.py). Elsewhere it is not: backward gets the value of the first saving.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
+from memscale._errors import MemScaleError
 from memscale._plan import OffloadActivations
 from memscale._torch import private
 from memscale._torch.overrides import ForwardOverride, find_module, transforms_refused
@@ -50,6 +51,7 @@ from memscale.techniques.offload.activations.filled_later import is_unfilled, ma
 from memscale.techniques.offload.store.stores import Layout, Ticket, can_store
 from memscale.techniques.offload.transfer.stream_order import TransferStats
 from memscale.techniques.offload.transfer.transfers import WINDOW_BYTES, Arrival, Transfers
+from memscale.techniques.recompute.silent_writes import SilentWrites, is_watched_here, may_write_silently
 
 MIN_TENSOR_BYTES = 1024 * 1024
 PREFETCH_BYTES = 64 * 1024 * 1024
@@ -83,7 +85,7 @@ class Stretch:
 class Handle:
     """What autograd keeps in place of one saved tensor."""
 
-    __slots__ = ("__weakref__", "device", "dtype", "offset", "shape", "stretch", "stride", "version")
+    __slots__ = ("__weakref__", "device", "dtype", "offset", "refusal", "shape", "stretch", "stride", "version")
 
     def __init__(self, stretch: Stretch, tensor: torch.Tensor) -> None:
         self.stretch = stretch
@@ -92,6 +94,8 @@ class Handle:
         self.shape, self.stride = tuple(tensor.shape), tuple(tensor.stride())
         self.offset = int(tensor.storage_offset())
         self.version = tensor._version
+        self.refusal: str | None = None
+        """Why the stretch does not stand for the tensor. See silent_writes.py."""
         stretch.handles.add(self)
 
     def over(self, storage: torch.UntypedStorage, start: int) -> torch.Tensor:
@@ -271,6 +275,8 @@ class Offloader:
             if storage is not None:
                 self.stats.num_in_place += 1
             else:
+                if packed.refusal is not None:
+                    raise MemScaleError(packed.refusal)
                 storage, start = current.bring(packed), packed.stretch.start
                 if self.transfers.window_bytes > KEPT_WINDOW_BYTES:
                     self.transfers.release_unneeded()  # see NOTE [used sources]
@@ -336,21 +342,38 @@ class OffloadedForward(ForwardOverride):
         self.module_fqn = module_fqn
         self.offloader = offloader
         self._elsewhere = elsewhere
+        self._may_write_silently = may_write_silently(module)
+        self._watched: set[tuple[bool, ...]] = set()
+        """The states of the training flags in which a forward was watched for silent writes."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or private.inside_functional_transform():
             return self.inner()(*args, **kwargs)
-        resident = self._elsewhere.keys() | _Residents(self.module).keys()
-        packing = _Packing(self.offloader, frozenset(resident), keeps_unfilled=may_fill_later(self.module))
+        resident = frozenset(self._elsewhere.keys() | _Residents(self.module).keys())
+        packing = _Packing(self.offloader, resident, keeps_unfilled=may_fill_later(self.module))
+        packing.silent = self._watch(resident)
         try:
             with (
                 transforms_refused(self.module_fqn),
                 torch.autograd.graph.saved_tensors_hooks(packing.pack, self.offloader.unpack),
             ):
-                return self.inner()(*args, **kwargs)
+                output = self.inner()(*args, **kwargs)
+            if packing.silent is not None:
+                _note_overwritten(packing.silent)
+            return output
         except BaseException:
             self.offloader.sweep()
             raise
+
+    def _watch(self, resident: Collection[int]) -> SilentWrites | None:
+        """Watch the first forward in each state of the training flags, where it may write past autograd."""
+        if not self._may_write_silently or not is_watched_here():
+            return None
+        flags = tuple(part.training for part in self.module.modules())
+        if flags in self._watched:
+            return None
+        self._watched.add(flags)
+        return SilentWrites(self.module_fqn, apart=resident)
 
 
 class _Packing:
@@ -361,11 +384,21 @@ class _Packing:
         self._resident = resident
         self._keeps_unfilled = keeps_unfilled
         """Whether tensors stay that may be filled only now. See filled_later.py."""
+        self.silent: SilentWrites | None = None
 
     def pack(self, tensor: torch.Tensor) -> Any:
         if self._keeps_unfilled and not tensor.is_inference() and is_unfilled(tensor):
             return Kept(tensor)
-        return self._offloader.pack(tensor, self._resident)
+        packed = self._offloader.pack(tensor, self._resident)
+        if self.silent is not None and isinstance(packed, Handle):
+            self.silent.saved(tensor, packed)
+        return packed
+
+
+def _note_overwritten(silent: SilentWrites) -> None:
+    """Let backward refuse what was written to past autograd, unless it is still there then."""
+    for handle in silent.overwritten():
+        handle.refusal = silent.refusal_of_saved()
 
 
 class _Residents:

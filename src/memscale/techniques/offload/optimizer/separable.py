@@ -26,9 +26,10 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memscale._errors import quoted
-from memscale._torch.host_rng import HostRng
+from memscale._torch.host_rng import Fingerprint, HostRng
 from memscale._torch.optimizer_steps import living_optimizers, owns_any, parameters_of
 from memscale._torch.quiet_steps import quiet_steps
+from memscale._torch.snapshots import is_generator, state_of
 from memscale.techniques.offload.optimizer.implementations import Stepped, foreach_of_whole, has_gradient
 
 State = dict[torch.Tensor, dict[Any, Any]]
@@ -326,7 +327,8 @@ def check_separable(optimizer: Optimizer) -> None:
 
     Torch's own classes are known. Others are inspected and then tried: three steps over cut-down stand-ins of their
     parameters, together and one by one, must give the same bits, must leave the same shared values (also inside of
-    containers and objects that the optimizer keeps), and must return the same.
+    containers and objects that the optimizer keeps), and must return the same. They may draw no random numbers, which
+    would be other ones where parameters are stepped in another order.
     """
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise NotSeparable("its step is differentiable")
@@ -389,6 +391,7 @@ def _try_out(optimizer: Optimizer, *, in_parts: bool) -> _Trial:
         trial = shadow(optimizer, groups, _shared_state(optimizer))
         own = {name: _own_copy(value) for name, value in vars(trial).items() if name not in _OWN_ATTRIBUTES}
         vars(trial).update(own)
+        draws = _Draws(devices, own)
         found = _Trial([p for group in groups for p in group["params"]], {}, [])
         for _ in range(3):
             split = SplitStep(trial)
@@ -398,8 +401,32 @@ def _try_out(optimizer: Optimizer, *, in_parts: bool) -> _Trial:
             if in_parts:
                 split.run([], {})  # the rest of the outer step must not fail either
             found.returned = split.returned
+        if draws.happened():
+            raise NotSeparable("its step draws random numbers, in the order of its parameters")
         found.kept = [leaf for value in own.values() for leaf in _leaves(value)]
         return found
+
+
+class _Draws:
+    """Tells whether somebody has drawn a random number since it was made: from the process's generators, or from those
+    that an optimizer keeps in its attributes."""
+
+    def __init__(self, devices: Iterable[torch.device], attributes: Mapping[str, Any]) -> None:
+        self._devices = sorted(devices, key=str)
+        self._own = [value for value in attributes.values() if is_generator(value)]
+        self._host, self._before = Fingerprint(), self._states()
+
+    def happened(self) -> bool:
+        return self._host.moved() or not _all_same(self._before, self._states())
+
+    def _states(self) -> list[Any]:
+        of_devices = [torch.get_device_module(device).get_rng_state(device) for device in self._devices]
+        own = [state_of(generator) for generator in self._own]
+        return [
+            torch.get_rng_state(),
+            *of_devices,
+            *(state if isinstance(state, torch.Tensor) else repr(state) for state in own),
+        ]
 
 
 _CONTAINERS = (list, tuple, set, deque)

@@ -63,6 +63,7 @@ from memscale.techniques.offload.store.stores import ShapeStore, Store
 from memscale.techniques.offload.store.tiers import has_streams
 from memscale.techniques.offload.transfer.transfers import Transfers
 from memscale.techniques.recompute import RecomputedForward, Region
+from memscale.techniques.recompute.silent_writes import is_watched_here
 
 GRADIENT_WINDOW_BYTES = 32 * 1024 * 1024
 """The bytes of gradients on their way home that may still occupy the device."""
@@ -145,8 +146,9 @@ class StreamedForward(RecomputedForward):
         if region is not None:
             region.notes = notes
         visit = self.streamer.fetch_forward(self.index, notes)
+        looks = self.verify or (self.may_write_silently and is_watched_here() and self._is_first(region))
         try:
-            with self._weights(visit, follows=notes is not None) as (links, lent):
+            with self._weights(visit, follows=notes is not None, looks=looks) as (links, lent):
                 del visit
                 call = self._begin_call(links) if notes is not None else None
                 with (
@@ -196,7 +198,7 @@ class StreamedForward(RecomputedForward):
         else:
             parameters = parameters_in(self.slots)
             visit = Visit(parameters, [hollow_like(p, self.streamer.device) for p in parameters], -1)
-        with self._weights(visit), inner_checkpoints.seen_through(self.module_fqn):
+        with self._weights(visit, looks=self.verify), inner_checkpoints.seen_through(self.module_fqn):
             return self.inner()(*args, **kwargs)
 
     def _admit_newcomers(self) -> None:
@@ -248,7 +250,9 @@ class StreamedForward(RecomputedForward):
         return is_left
 
     @contextlib.contextmanager
-    def _weights(self, visit: Visit, *, follows: bool = False) -> Iterator[tuple[list[Link], list[Lender]]]:
+    def _weights(
+        self, visit: Visit, *, follows: bool = False, looks: bool
+    ) -> Iterator[tuple[list[Link], list[Lender]]]:
         """Put device copies in place of the parameters."""
         places = {id(parameter): slot for slot in reversed(self.slots) if (parameter := slot.get()) is not None}
         lifetime = self.streamer.casts.lifetime() if follows else None
@@ -269,16 +273,21 @@ class StreamedForward(RecomputedForward):
                 del weights
                 _refresh_flat_weights(real)
                 yield links, [lender for lender in lent if lender is not None]
-                self._refuse_changed(loans)
+                self._refuse_changed(loans, looks)
             finally:
                 _put_back(real)
         finally:
             _put_back(real)  # once more: Ctrl-C may have come in the middle, and copies in their places train nothing
             visit.leave_homes()
 
-    def _refuse_changed(self, loans: list[_Loan]) -> None:
-        """Raise if a forward changed its copies: the change would be lost. Only `verify` compares values, on a copy."""
-        if any(loan.was_changed(look=self.verify) for loan in loans):
+    def _is_first(self, region: Region | None) -> bool:
+        """Whether this is the first forward in this state of the training flags."""
+        return region is not None and region.memory.flags not in self.changes_saved
+
+    def _refuse_changed(self, loans: list[_Loan], looks: bool) -> None:
+        """Raise if a forward changed its copies: the change would be lost. Values are compared, on a copy, under
+        `verify`, and in the first forwards of layers whose code may write past autograd."""
+        if any(loan.was_changed(look=looks) for loan in loans):
             raise RuntimeError(
                 f"{self.module_fqn} changes its parameters in its forward (an embedding with max_norm does), "
                 "and a streamed layer would lose that; leave it out of parameter streaming"

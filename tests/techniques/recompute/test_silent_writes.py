@@ -1,0 +1,224 @@
+"""What is written past autograd (`.data`, batch norms): backward has the bits of plain PyTorch, or it is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memscale
+import simgpu  # noqa: F401  (registers the device)
+from memscale import MemScaleError
+from memscale._config import AsyncOffloadConfig
+from memscale._execute.executor import Executor
+from memscale._execute.settings import ExecutionSettings
+from memscale._plan import Action, Checkpoint, OffloadActivations, StreamParameters
+from memscale._torch.named_in_code import code_names_any
+from memscale.techniques.offload.optimizer.on_device import StepOnDevice
+
+SIZE = 8
+DEVICE = torch.device("simgpu", 0)
+FQNS = ("blocks.0", "blocks.1")
+QUIET = memscale.Config(force_optimize=True, enable_logging=False, enable_offloading=False)
+PLANS: dict[str, Callable[[str], Action]] = {
+    "checkpoint": Checkpoint,
+    "selective": lambda fqn: Checkpoint(fqn, keep=("matmul", "attention")),
+    "offload": OffloadActivations,
+    "stream": StreamParameters,
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Averaged(Block):
+    """A buffer that is saved for backward, and written to before that is over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.rand(SIZE, SIZE) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x) @ self.mean
+        self.mean.data.mul_(0.5)
+        return x + self.down(y)
+
+
+class Normed(Block):
+    """A batch norm writes to its statistics in training, and its backward reads them in evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(SIZE)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.norm(self.up(x)))
+
+
+class WritesInput(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.data.mul_(2)
+        return super().forward(x)
+
+
+class ReplacesInput(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.data = x.data.sign()
+        return super().forward(x)
+
+
+class WritesSaved(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.up(x))
+        y = self.down(hidden)
+        hidden.data.mul_(0.5)
+        return x + y
+
+
+class WritesWeight(Block):
+    """The last weight is not saved where its input needs no gradient."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.up(x.detach())
+        self.up.weight.data.mul_(0.5)
+        return x + self.down(y)
+
+
+class ReplacesResult(Block):
+    """Binary networks do this: it is done again in the recompute, and nothing is lost."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.up(x))
+        hidden.data = hidden.data.sign()
+        return x + self.down(hidden)
+
+
+class Net(nn.Module):
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(build() for _ in FQNS)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def once(model: nn.Module, batch: Callable[[], torch.Tensor]) -> torch.Tensor:
+    return model(batch()).square().mean()
+
+
+def two_forwards(model: nn.Module, batch: Callable[[], torch.Tensor]) -> torch.Tensor:
+    return once(model, batch) + once(model, batch)
+
+
+def evaluated_first(model: nn.Module, batch: Callable[[], torch.Tensor]) -> torch.Tensor:
+    model.eval()
+    loss = once(model, batch)
+    model.train()
+    return loss + once(model, batch)
+
+
+def steps(model: nn.Module, loss: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    """Gradients of each step, and what the model ends with."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    draws = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss(model, lambda: torch.randn(4, SIZE, generator=draws).to(DEVICE)).backward()
+        found += [parameter.grad.to("cpu", copy=True) for parameter in model.parameters()]
+        optimizer.step()
+    return [*found, *(value.to("cpu", copy=True) for value in model.state_dict().values())]
+
+
+@contextlib.contextmanager
+def treated(model: nn.Module, plan: str, directory: pathlib.Path):
+    settings = ExecutionSettings(
+        DEVICE, asynchronous=False, offload_dir=str(directory), async_config=AsyncOffloadConfig(min_tensor_bytes=0)
+    )
+    executor = Executor(model, settings)
+    more: list[Any] = [StepOnDevice(600)] if plan == "stream" else []
+    executor.attach([*map(PLANS[plan], FQNS), *more])
+    try:
+        yield
+    finally:
+        executor.detach()
+
+
+def pair(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    plain = Net(build).to(DEVICE)
+    return plain, copy.deepcopy(plain)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("build", "loss"), [(Averaged, once), (Averaged, two_forwards), (Normed, evaluated_first), (ReplacesResult, once)]
+)
+def test_backward_uses_what_plain_pytorch_uses(build, loss, plan: str, tmp_path: pathlib.Path) -> None:
+    plain, model = pair(build)
+    theirs = steps(plain, loss)
+    with treated(model, plan, tmp_path):
+        ours = steps(model, loss)
+    assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("build", "where"),
+    [
+        (WritesInput, "to its input"),
+        (ReplacesInput, "to its input"),
+        (WritesSaved, "to a tensor that it has saved"),
+        (WritesWeight, r"changes its parameters|was changed by this forward"),
+    ],
+)
+def test_a_layer_that_writes_past_autograd_is_refused_or_the_same(
+    build, where: str, plan: str, tmp_path: pathlib.Path
+) -> None:
+    plain, model = pair(build)
+    is_exact = plan == "offload" and build is not WritesSaved  # it saves what was written, and computes once
+    with treated(model, plan, tmp_path):
+        if is_exact:
+            assert all(map(torch.equal, steps(model, once), steps(plain, once)))
+        else:
+            with pytest.raises((MemScaleError, RuntimeError), match=where):
+                steps(model, once)
+
+
+class MadeOnly(Block):
+    """Writes past autograd while it is made, as many initialisations do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.weight.data.zero_()
+
+
+def test_only_layers_whose_forward_may_do_so_are_watched() -> None:
+    assert code_names_any(nn.Sequential(WritesSaved()), ("data",), once_made=True)
+    assert not code_names_any(Block(), ("data",))
+    assert code_names_any(MadeOnly(), ("data",))
+    assert not code_names_any(MadeOnly(), ("data",), once_made=True)
+
+
+def test_a_rehearsal_holds_nothing_and_compares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tensors have no values, and what it holds would be counted."""
+    monkeypatch.setattr("memscale.techniques.recompute.SilentWrites", None)
+    model = memscale.wrap(Net(ReplacesResult), QUIET, torch.ones(64, SIZE))
+    plan = memscale.executor_of(model).plan
+    assert plan.profile_source == "static"
+    assert any(isinstance(action, Checkpoint) for action in plan.actions)
+    memscale.detach(model)
