@@ -102,9 +102,7 @@ class RunOptions(_Found):
 
     def block_key(self, treatment: Treatment) -> TraceKey:
         """The trace that shows the blocks under this treatment."""
-        return TraceKey(
-            treatment, num_tiles=self.num_tiles, precision=self.precision, waits=self.waiting_gradients
-        )
+        return TraceKey(treatment, num_tiles=self.num_tiles, precision=self.precision, waits=self.waiting_gradients)
 
 
 _values_of = operator.attrgetter(*(field.name for field in dataclasses.fields(RunOptions)))

@@ -127,7 +127,8 @@ class OptimizerModel(OptimizerShares):
         """How much more arrives in the step than leaves, as far as it is state: so much of it is of use early."""
         works = self._works(run, streamed_bytes)
         coming, leaving = (sum(getattr(work.moved, name) for work in works) for name in ("in_bytes", "out_bytes"))
-        surplus: int = round(min(coming - leaving, sum(self.bytes_away(run, streamed_bytes))))
+        away_bytes = sum(self.bytes_away(run, streamed_bytes)) - self.waiting_gradient_bytes(run, streamed_bytes)
+        surplus: int = round(min(coming - leaving, away_bytes))
         return max(0, surplus)
 
     def other_sizes_save_ms(self, run: RunOptions, streamed_bytes: int) -> tuple[float, float]:

@@ -1,7 +1,7 @@
 """Gradients that wait in host memory between backward and the optimizer's step, while their weights stay.
 
     homes = GradientHomes(transfers, bucket_bytes)
-    homes.watch(parameters, undo)           # from here on their gradients leave as soon as they are final
+    homes.watch(layers, undo)               # from here on their gradients leave as soon as they are final
     coming = ComingGradients(parameters)    # in the step: those of one turn are on their way back
     with coming.in_place():                 # and in `.grad`, where the optimizer finds them
         ...
@@ -13,6 +13,10 @@ to one that never left: it comes, is added to in place, and leaves again. On det
 NOTE [gradients in pieces]: a gradient of a parameter that is larger than a bucket waits in the stretches in which such
 a parameter is stepped (NOTE [stretches] in buckets.py), so that a turn fetches its own alone. A step that takes other
 stretches, or the whole parameter, gets the whole gradient.
+
+NOTE [a layer at a time]: what is on its way out takes memory until it has left. When the first gradient of another layer
+leaves, those of the layer before have: the stream that computes waits for them, so no more than those of one layer and
+of the next are here, however large the window is, and every layer of a model is like the one before.
 
 Gradients that are sparse, that require gradients themselves (`create_graph=True`), or that lie in memory in another way
 than their parameter stay where they are.
@@ -35,6 +39,7 @@ from memscale.techniques.offload.optimizer.buckets import SMALL_BYTES, SMALL_PAR
 from memscale.techniques.offload.store.stores import Layout, Stretch, Ticket, can_store
 from memscale.techniques.offload.transfer.stream_order import TransferStats
 from memscale.techniques.offload.transfer.transfers import Arrival, Transfers
+
 
 @dataclasses.dataclass(slots=True)
 class GradientStats:
@@ -76,6 +81,11 @@ class GradientHome:
         except BaseException:
             self.free()
             raise
+
+    def wait_sent(self) -> None:
+        """Let go of the memory from which the gradient was sent."""
+        for ticket in self._pieces.values():
+            self._owner.transfers.wait_sent(ticket)
 
     def start(self, stretch: Stretch | None) -> _Coming:
         """Start bringing the gradient, or a stretch of it, for the current stream."""
@@ -134,22 +144,33 @@ class GradientHomes:
         self.stats = GradientStats(transfers.stats)
         self._bucket_bytes = bucket_bytes
         self._parameters: list[weakref.ref[torch.Tensor]] = []
-        self._pass = -1
+        self._layer_of: dict[int, int] = {}
+        self._leaving: list[weakref.ref[GradientHome]] = []
+        """Where the gradients are going that left last, all of one layer."""
+        self._layer = self._pass = -1
 
-    def watch(self, parameters: Sequence[torch.Tensor], undo: contextlib.ExitStack) -> None:
-        """Let the gradients of these leave, until undone; then all are back."""
+    def watch(self, layers: Sequence[Sequence[torch.Tensor]], undo: contextlib.ExitStack) -> None:
+        """Let the gradients of these leave, until undone; then all are back. A parameter of several layers counts with
+        the first."""
         undo.callback(self._restore)
-        for parameter in parameters:
-            self._parameters.append(weakref.ref(parameter))
-            undo.callback(parameter.register_post_accumulate_grad_hook(self._on_gradient).remove)
+        for number, parameters in enumerate(layers):
+            for parameter in parameters:
+                if id(parameter) not in self._layer_of:
+                    self._layer_of[id(parameter)] = number
+                    self._parameters.append(weakref.ref(parameter))
+                    undo.callback(parameter.register_post_accumulate_grad_hook(self._on_gradient).remove)
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         standing = parameter.grad
         gradient = standing.here if isinstance(standing, WaitingGradient) else standing
         if gradient is None or not _can_leave(parameter, gradient):
             return
+        if self._layer != self._layer_of[id(parameter)]:
+            self._wait_for_leaving()
+            self._layer = self._layer_of[id(parameter)]
         is_large = parameter.nbytes > self._bucket_bytes
         home = GradientHome(self, gradient, stretches_of(parameter, self._bucket_bytes) if is_large else ())
+        self._leaving.append(weakref.ref(home))
         self.stats.num_sent += 1
         self.stats.sent_bytes += gradient.nbytes
         del gradient
@@ -159,7 +180,14 @@ class GradientHomes:
             parameter.grad = WaitingGradient(parameter, home)
         if self._pass != private.graph_task_id():
             self._pass = private.graph_task_id()
-            private.at_end_of_backward(self.transfers.release_sources)
+            private.at_end_of_backward(self._wait_for_leaving)
+
+    def _wait_for_leaving(self) -> None:
+        """See NOTE [a layer at a time]."""
+        leaving, self._leaving, self._layer = self._leaving, [], -1
+        for home in (reference() for reference in leaving):
+            if home is not None:
+                home.wait_sent()
 
     def _restore(self) -> None:
         """Bring all gradients back. One that cannot be read is gone, which is said when the others are back."""

@@ -55,12 +55,12 @@ def _attach(actions: Sequence[OffloadGradients], to: Attachment) -> None:
 
     homes = GradientHomes(to.open_tier(), min(action.bucket_bytes for action in actions))
     to.users["gradients"] = homes
-    chosen = {}
+    layers = []
     for action in actions:
         every = [p for p in to.find_module(action).parameters() if p.requires_grad and p.is_leaf]
         here = [p for p in every if p.device.type == to.device.type]
-        chosen.update({id(p): p for p in choose_waiting(here, action.share)})
-    homes.watch(list(chosen.values()), to.undo)
+        layers.append(choose_waiting(here, action.share))
+    homes.watch(layers, to.undo)
 
 
 def _values(traced: Traced, eligible: Eligible) -> tuple[float, ...]:
