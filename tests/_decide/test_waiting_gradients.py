@@ -167,7 +167,10 @@ def test_nothing_is_below_the_bound(found: dict[str, Block], link: float, overla
     work = profile.optimizer.moved_bytes
     visiting = GuestCost(trained // 4, 2 * trained + state_bytes, trained + state_bytes, 8, 8, work, 4, MB)
     hardware = hardware_of(link_bytes_per_s=link)
-    check(CostModel(dataclasses.replace(profile, guests=visiting), hardware, overlaps=overlaps), ON)
+    check(
+        CostModel(dataclasses.replace(profile, guests=visiting), hardware, overlaps=overlaps),
+        enable_gradient_offload=True,
+    )
 
 
 @given(found=models(max_size=3), link=st.sampled_from([1e8, 1e9, 1e10]))

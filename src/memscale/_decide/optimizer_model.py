@@ -95,8 +95,9 @@ class OptimizerModel(OptimizerShares):
         return whole_bytes * (1 - streamed_bytes / max(1, self.block_bytes))
 
     def coming_gradient_bytes(self, run: RunOptions, streamed_bytes: Any) -> Any:
-        """What such gradients take on the device in the step: those of one turn, and of the next."""
-        return 2 * smaller(self.waiting_gradient_bytes(run, streamed_bytes), OPTIMIZER_BUCKET_BYTES)
+        """What such gradients take on the device in the step, at most: those of one turn, and of the next."""
+        num_turns = 2 if self.pace.overlaps else 1
+        return num_turns * smaller(self.waiting_gradient_bytes(run, streamed_bytes), OPTIMIZER_BUCKET_BYTES)
 
     @property
     def _gradient_pages_bytes(self) -> int:

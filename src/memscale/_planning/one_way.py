@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from memscale._config import Config
 from memscale._decide import Kind, Traits, confirmed, decide_on, kind_of, peak_against_time, suspects_of
@@ -55,7 +55,7 @@ from memscale._planning.reserved.recording import (
 )
 from memscale._planning.stage import Stage
 from memscale._planning.trials import Trials
-from memscale._profile import KEEP, StateShare, StepTrace, TraceKey, Treatment
+from memscale._profile import KEEP, StateShare, StepTrace, TraceKey
 from memscale._profile.inputs import Inputs
 from memscale._profile.shallow import (
     KEPT,

@@ -40,12 +40,13 @@ class WaitingGradient(torch.Tensor):
     """None: the gradient is here, or is zeros."""
     here: torch.Tensor | None
     """The gradient, when backward has added to it and it has not left again."""
+    parameter: weakref.ref[torch.Tensor]
 
     @staticmethod
     def __new__(cls, parameter: torch.Tensor, home: Home | None) -> WaitingGradient:
         self: WaitingGradient = private.wrapper_tensor(cls, parameter.detach(), parameter.device)
         self.home, self.here = home, None
-        self._parameter = weakref.ref(parameter)
+        self.parameter = weakref.ref(parameter)
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -75,7 +76,7 @@ class WaitingGradient(torch.Tensor):
             return self.here
         if self.home is not None:
             return self.home.bring()
-        parameter = self._parameter()
+        parameter = self.parameter()
         assert parameter is not None, "who asks for its gradient has it"
         return torch.zeros_like(parameter, requires_grad=False)
 

@@ -13,16 +13,24 @@ import torch
 from torch import nn
 
 import simgpu
-from memscale import ConfigError, MemScaleError, OffloadError, StoreFullError
+from memscale import Config, ConfigError, MemScaleError, OffloadError, StoreFullError
 from memscale._execute.executor import Executor, execute
 from memscale._execute.settings import ExecutionSettings
-from memscale._plan import Checkpoint, OffloadActivations, OffloadOptimizer, StreamParameters
+from memscale._hardware import Hardware
+from memscale._plan import OPTIMIZER_BUCKET_BYTES, Checkpoint, OffloadActivations, OffloadOptimizer, StreamParameters
+from memscale._planning.job import Job
+from memscale._planning.planner import Planner
+from memscale._profile.inputs import Inputs
+from memscale._profile.layers import find_blocks
 from memscale._torch.waiting_gradients import is_waiting
 from memscale.techniques.offload.optimizer.early_state import FetchStateEarly
 from memscale.techniques.offload.optimizer.gradient_homes import choose_waiting
 from memscale.techniques.offload.optimizer.on_device import StepOnDevice
 from memscale.techniques.offload.optimizer.waiting_gradients import OffloadGradients
+from tests._planning.test_optimizer_trials import LARGE, config_of
+from tests._planning.test_optimizer_trials import train as train_planned
 from tests.lanes import in_turns
+from tests.models import Mlp
 from tests.parity import plan_of
 from tests.techniques.offload.optimizer.test_in_parts import OPTIMIZERS
 from tests.techniques.offload.runs import DEVICE, Boom, explode, let_autograd_finish
@@ -408,15 +416,18 @@ def test_each_wait_is_needed(why: str, monkeypatch: pytest.MonkeyPatch):
     assert simgpu.take_reports() != []
 
 
-@pytest.mark.parametrize("nth", [1, 2, 3, 5, 8, 12])
-def test_a_copy_that_fails_in_the_step_is_said_and_the_weights_are_whole(nth: int):
+@pytest.mark.parametrize(("nth", "where"), in_turns([1, 2, 3, 5, 8, 12], ["step", "backward"]))
+def test_a_copy_that_fails_is_said_and_the_weights_are_whole(nth: int, where: str):
     """Nothing is stepped with a gradient that did not come; a checkpoint goes on where it was saved."""
     reference, training = (Training("simgpu", plain(O.AdamW)).run(2) for _ in range(2))
     with wrapped(training.net, *PLANS["all"]):
         saved = copy.deepcopy((training.net.state_dict(), training.optimizer.state_dict()))
-        half_a_step(training)
+        if where == "step":
+            half_a_step(training)
         with simgpu.fail_copy(nth) as injected:
             try:
+                if where == "backward":
+                    half_a_step(training)
                 training.update()
             except (RuntimeError, MemScaleError) as error:
                 caught: BaseException | None = error.with_traceback(None)
@@ -424,6 +435,7 @@ def test_a_copy_that_fails_in_the_step_is_said_and_the_weights_are_whole(nth: in
                 caught = None
         assert injected.fired
         if caught is not None:
+            let_autograd_finish()
             training.net.load_state_dict(saved[0])
             training.optimizer.load_state_dict(saved[1])
             half_a_step(training)
@@ -431,3 +443,41 @@ def test_a_copy_that_fails_in_the_step_is_said_and_the_weights_are_whole(nth: in
         half_a_step(reference)
         reference.update()
         assert same(training.run(1).result(), reference.run(1).result())
+
+
+# ------------------------------------------------------------------------------------------------ what is rehearsed
+
+
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
+def test_a_plan_with_them_promises_no_less_than_the_peak_of_the_run(asynchronous: bool):
+    """Nothing is streamed: the lowest plan sends all that it can of state and gradients away. The peak is in the step,
+    where those that come are counted with whatever else needs most."""
+    config = config_of(async_offload=asynchronous, enable_gradient_offload=True)
+    plan, peaks = train_planned(LARGE, config)
+    assert OffloadGradients in {type(action) for action in plan.actions}
+    assert max(peaks) <= plan.predicted_peak_bytes
+    at_most = OPTIMIZER_BUCKET_BYTES * (2 if asynchronous else 1)
+    assert plan.predicted_peak_bytes <= max(peaks) + at_most, "gradients of two turns, in the step that needs most"
+    without, _ = train_planned(LARGE, config.replace(enable_gradient_offload=False))
+    assert plan.predicted_peak_bytes < without.predicted_peak_bytes
+
+
+@pytest.mark.parametrize(("share", "asynchronous"), in_turns([0.5, 1.0], [True, False]))
+def test_forward_and_backward_peak_as_rehearsed_to_the_byte(share: float, asynchronous: bool):
+    config = Config(device="simgpu", enable_logging=False, async_offload=asynchronous, enable_gradient_offload=True)
+    model, x = Mlp(width=256, depth=6), torch.randn(4, 256)
+    actions = [OffloadGradients(fqn, share) for fqn in find_blocks(model)]
+    planner = Planner(Job(model, config, Hardware.detect("simgpu"), "adamw"), Inputs((x,)))
+    trace = planner.trace_of(tuple(actions), config)
+    model, x = model.to("simgpu"), x.to("simgpu")
+    with wrapped(model, *actions, asynchronous=asynchronous) as executor:
+        for _ in range(2):
+            before = bytes_here()
+            torch.accelerator.reset_peak_memory_stats()
+            model(x).square().mean().backward()
+            torch.accelerator.synchronize()
+            assert torch.accelerator.max_memory_allocated() - before == trace.peak_bytes
+            assert bytes_here() - before == trace.end_bytes
+            model.zero_grad()
+        assert stats(executor).num_sent > 0
+    del model

@@ -14,9 +14,9 @@ NOTE [gradients in pieces]: a gradient of a parameter that is larger than a buck
 a parameter is stepped (NOTE [stretches] in buckets.py), so that a turn fetches its own alone. A step that takes other
 stretches, or the whole parameter, gets the whole gradient.
 
-NOTE [a layer at a time]: what is on its way out takes memory until it has left. When the first gradient of another layer
-leaves, those of the layer before have: the stream that computes waits for them, so no more than those of one layer and
-of the next are here, however large the window is, and every layer of a model is like the one before.
+NOTE [a layer at a time]: what is on its way out takes memory until it has left. When the first gradient of another
+layer leaves, those of the layer before have: the stream that computes waits for them, so no more than those of one
+layer and of the next are here, however large the window is, and every layer of a model is like the one before.
 
 Gradients that are sparse, that require gradients themselves (`create_graph=True`), or that lie in memory in another way
 than their parameter stay where they are.
