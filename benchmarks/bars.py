@@ -99,8 +99,12 @@ class Row:
 
 def plan_bar(bar: Bar, mode: OptimizationMode, *, gradients: bool = False) -> Row:
     """`gradients`: those of blocks that are not streamed may wait on the host."""
-    wishes = {"enable_gradient_offload": True} if gradients else {}
-    config = Config(mode=mode, memory_budget_gb=bar.budget_gb, enable_logging=False, **wishes)
+    config = Config(
+        mode=mode,
+        memory_budget_gb=bar.budget_gb,
+        enable_logging=False,
+        enable_gradient_offload=True if gradients else None,
+    )
     with zoo.quiet():
         model = zoo.build(bar.name).to(bar.dtype)
         inputs = derive_inputs(model, bar.batch, bar.length)

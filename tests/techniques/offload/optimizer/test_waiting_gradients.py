@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -256,6 +257,41 @@ def test_whatever_happens_between_backward_and_the_step(between: str, plan: str)
             one.run(2)
         assert same(training.result(), reference.result())
     assert same(training.run(2).result(), reference.run(2).result())
+
+
+@pytest.mark.parametrize("is_flat", [True, False])
+def test_gradients_that_the_loop_holds_stay(is_flat: bool):
+    """It zeroes what it holds, in place, and nobody else hears of that."""
+    reference, training = (Training("simgpu", plain(O.AdamW)).run(2) for _ in range(2))
+    with wrapped(training.net, *PLANS["all"]):
+        for one in (reference, training):
+            parameters = [parameter for parameter in one.net.parameters() if parameter is not one.net.unused.weight]
+            flat = torch.zeros(sum(parameter.numel() for parameter in parameters), device="simgpu")
+            sizes = [parameter.numel() for parameter in parameters]
+            parts = flat.split(sizes) if is_flat else [torch.zeros(size, device="simgpu") for size in sizes]
+            for parameter, part in zip(parameters, parts, strict=True):
+                parameter.grad = part.view_as(parameter)
+            for number in range(3):
+                one.backward(torch.full((16, 64), 0.1 * number, device="simgpu"))
+                assert not waiting(one.net)
+                one.update()
+                for part in parts:
+                    part.zero_()
+            one.optimizer.zero_grad()
+            one.run(1)
+        assert waiting(training.net)
+        assert same(training.result(), reference.result())
+
+
+def test_copies_of_the_model_are_plain():
+    training = Training("simgpu", plain(O.AdamW)).run(1)
+    with wrapped(training.net, *PLANS["all"]):
+        half_a_step(training)
+        copied = copy.deepcopy(training.net)
+        torch.save(training.net, io.BytesIO())
+        assert not any(parameter._backward_hooks for parameter in copied.parameters())
+        assert not waiting(copied)
+        training.update()
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")

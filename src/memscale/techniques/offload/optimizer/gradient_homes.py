@@ -18,14 +18,19 @@ NOTE [a layer at a time]: what is on its way out takes memory until it has left.
 layer leaves, those of the layer before have: the stream that computes waits for them, so no more than those of one
 layer and of the next are here, however large the window is, and every layer of a model is like the one before.
 
-Gradients that are sparse, that require gradients themselves (`create_graph=True`), or that lie in memory in another way
-than their parameter stay where they are.
+NOTE [somebody else's gradient]: a tensor that stands in `.grad` before backward is added to in place, and whoever has
+put it there, or has it from there, may write to it later: a flat buffer of gradients is zeroed as a whole. Such a
+gradient stays where it is. What backward has made anew nobody has yet.
+
+Gradients that are sparse, that require gradients themselves (`create_graph=True`), that are a part of another memory,
+or that lie in memory in another way than their parameter stay where they are, too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -34,6 +39,7 @@ import torch
 
 from memscale._errors import OffloadError
 from memscale._torch import private
+from memscale._torch.released_gradients import held_gradient
 from memscale._torch.waiting_gradients import WaitingGradient, is_waiting
 from memscale.techniques.offload.optimizer.buckets import SMALL_BYTES, SMALL_PARTS, lies_as, stretches_of
 from memscale.techniques.offload.store.stores import Layout, Stretch, Ticket, can_store
@@ -145,6 +151,8 @@ class GradientHomes:
         self._bucket_bytes = bucket_bytes
         self._parameters: list[weakref.ref[torch.Tensor]] = []
         self._layer_of: dict[int, int] = {}
+        self._is_new: dict[int, bool] = {}
+        """Whether the gradient of each parameter is made anew in this backward."""
         self._leaving: list[weakref.ref[GradientHome]] = []
         """Where the gradients are going that left last, all of one layer."""
         self._layer = self._pass = -1
@@ -158,12 +166,20 @@ class GradientHomes:
                 if id(parameter) not in self._layer_of:
                     self._layer_of[id(parameter)] = number
                     self._parameters.append(weakref.ref(parameter))
+                    before = functools.partial(self._before_gradient, weakref.ref(parameter))
+                    undo.callback(parameter.register_hook(before).remove)
                     undo.callback(parameter.register_post_accumulate_grad_hook(self._on_gradient).remove)
+
+    def _before_gradient(self, reference: weakref.ref[torch.Tensor], gradient: torch.Tensor) -> None:
+        """See NOTE [somebody else's gradient]."""
+        parameter = reference()
+        if parameter is not None:
+            self._is_new[id(parameter)] = held_gradient(parameter) is None
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         standing = parameter.grad
         gradient = standing.here if isinstance(standing, WaitingGradient) else standing
-        if gradient is None or not _can_leave(parameter, gradient):
+        if gradient is None or not self._is_new.get(id(parameter)) or not _can_leave(parameter, gradient):
             return
         if self._layer != self._layer_of[id(parameter)]:
             self._wait_for_leaving()
@@ -178,6 +194,8 @@ class GradientHomes:
             standing.wait_at(home)
         else:
             parameter.grad = WaitingGradient(parameter, home)
+        if not self.transfers.asynchronous:
+            self._wait_for_leaving()  # it has left; on a stage nothing knows that otherwise
         if self._pass != private.graph_task_id():
             self._pass = private.graph_task_id()
             private.at_end_of_backward(self._wait_for_leaving)
@@ -210,6 +228,8 @@ class GradientHomes:
 def _can_leave(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
     is_plain = private.is_fake(gradient) or can_store(gradient)
     if not is_plain or gradient.layout is not torch.strided or gradient.requires_grad:
+        return False
+    if gradient.untyped_storage().nbytes() != gradient.nbytes:
         return False
     is_dense = Layout.of(gradient).span == gradient.numel()
     return is_dense and lies_as(parameter, tuple(gradient.shape), gradient.stride())
