@@ -1,6 +1,6 @@
 """What plans are predicted to cost in time at given budgets, with the bound beside them and the bar that is set.
 
-    python -m benchmarks.bars [--only NAME ...] [--mode MODE]
+    python -m benchmarks.bars [--only NAME ...] [--mode MODE] [--gradients]
 
 Each row is a model, a card and a budget. Plans are those of the default `Config` but for the mode; times are those of
 the model that plans are made by. "of plain": as a multiple of the step as it is. "bound": the least
@@ -9,8 +9,8 @@ time that any exact plan could take at this budget (`_decide/bound.py`); a bar b
 optimizer's step. "early": what the step would at most be shorter if more state came back under backward than the plan
 lets come, and as much left under the next forward, which no plan does: as much of it as there is room for beside
 parameters, gradients, temporaries and what comes early already when backward is over. "home": what forward and backward
-would at most be shorter if gradients waited on the host between backward and the step, which no plan does: see
-NOTE [gradients at home]. Nothing is trained; a row takes
+would at most be shorter if gradients waited on the host between backward and the step, which plans may do with
+`--gradients` (`Config(enable_gradient_offload=True)`): see NOTE [gradients at home]. Nothing is trained; a row takes
 minutes of processor time. GB = 1e9 bytes.
 
 NOTE [gradients at home]: a parameter could have its home on the host, so that its gradient may lie there, and its
@@ -97,8 +97,14 @@ class Row:
         return self.plain_ms * self.plan.predicted_slowdown
 
 
-def plan_bar(bar: Bar, mode: OptimizationMode) -> Row:
-    config = Config(mode=mode, memory_budget_gb=bar.budget_gb, enable_logging=False)
+def plan_bar(bar: Bar, mode: OptimizationMode, *, gradients: bool = False) -> Row:
+    """`gradients`: those of blocks that are not streamed may wait on the host."""
+    config = Config(
+        mode=mode,
+        memory_budget_gb=bar.budget_gb,
+        enable_logging=False,
+        enable_gradient_offload=True if gradients else None,
+    )
     with zoo.quiet():
         model = zoo.build(bar.name).to(bar.dtype)
         inputs = derive_inputs(model, bar.batch, bar.length)
@@ -173,11 +179,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--only", nargs="+", choices=sorted({bar.name for bar in BARS}), help="these models")
     parser.add_argument("--mode", type=OptimizationMode, default=OptimizationMode.BALANCED, help="balanced")
+    parser.add_argument("--gradients", action="store_true", help="gradients may wait on the host until the step")
     options = parser.parse_args(argv)
     rows = []
     for bar in BARS:
         if not options.only or bar.name in options.only:
-            rows.append(cells(plan_bar(bar, options.mode)))
+            rows.append(cells(plan_bar(bar, options.mode, gradients=options.gradients)))
             print(f"{bar.title}: {rows[-1][6]}", file=sys.stderr, flush=True)
     print("\n".join(table([HEADER, *rows], left=(0, 1, 2, 14))))
     return 0

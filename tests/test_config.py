@@ -22,6 +22,7 @@ TECHNIQUES = (
     "enable_offloading",
     "enable_tiling",
     "enable_kept_offload",
+    "enable_gradient_offload",
     "use_mixed_precision",
     "use_8bit_optimizer",
 )
@@ -30,9 +31,9 @@ TECHNIQUES = (
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [
-        ("conservative", (True, False, False, False, False, False)),
-        ("balanced", (True, True, False, False, False, False)),
-        ("aggressive", (True, True, True, False, True, True)),
+        ("conservative", (True, False, False, False, False, False, False)),
+        ("balanced", (True, True, False, False, False, False, False)),
+        ("aggressive", (True, True, True, False, False, True, True)),
     ],
 )
 def test_modes(mode: str, expected: tuple[bool, ...]) -> None:

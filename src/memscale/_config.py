@@ -44,6 +44,7 @@ _TECHNIQUES_OF_MODE: dict[OptimizationMode, dict[str, bool]] = {
         "step_in_backward": False,
         "enable_tiling": False,
         "enable_kept_offload": False,
+        "enable_gradient_offload": False,
         "use_mixed_precision": False,
         "use_8bit_optimizer": False,
     },
@@ -55,6 +56,7 @@ _TECHNIQUES_OF_MODE: dict[OptimizationMode, dict[str, bool]] = {
         "step_in_backward": False,
         "enable_tiling": False,
         "enable_kept_offload": False,
+        "enable_gradient_offload": False,
         "use_mixed_precision": False,
         "use_8bit_optimizer": False,
     },
@@ -66,6 +68,7 @@ _TECHNIQUES_OF_MODE: dict[OptimizationMode, dict[str, bool]] = {
         "step_in_backward": False,
         "enable_tiling": True,
         "enable_kept_offload": False,
+        "enable_gradient_offload": False,
         "use_mixed_precision": True,  # a wish: planning follows it where the hardware has fast 16-bit math
         "use_8bit_optimizer": True,
     },
@@ -147,6 +150,9 @@ class Config:
     """Compute the largest tensors tile by tile (exact up to the order of summation)."""
     enable_kept_offload: bool | None = None
     """Let outputs that selective checkpoints keep wait on the next tier, too (exact). No mode turns it on."""
+    enable_gradient_offload: bool | None = None
+    """Let gradients wait in host memory between backward and the optimizer's step, where that is faster (exact). No
+    mode turns it on: gradients can then not be read, clipped or scaled before the step."""
     use_mixed_precision: bool | None = None
     """Compute in bf16 or fp16. Where the mode says so, only on hardware that is faster in 16 bits."""
     use_8bit_optimizer: bool | None = None

@@ -88,8 +88,8 @@ def test_nor_in_any_shape(seed: int, shape: str) -> None:
     check(shaped(seed, shape, most_blocks=5))
 
 
-def check(model: CostModel) -> None:
-    eligible = resolve(Config(memory_budget_gb=1.0), model.hardware)
+def check(model: CostModel, **wishes: bool) -> None:
+    eligible = resolve(Config(memory_budget_gb=1.0, **wishes), model.hardware)
     candidates = find_candidates(model, model.evaluate(Choice()), eligible)
     for candidate in candidates:
         streams = candidate.choice.run.streams_rest or any(how.streams for _, how in candidate.choice.blocks)

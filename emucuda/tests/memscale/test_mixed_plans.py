@@ -9,6 +9,7 @@ from memscale._execute.settings import ExecutionSettings
 from memscale._plan import Checkpoint, OffloadActivations, OffloadOptimizer, StreamParameters
 from memscale.techniques.offload.optimizer.early_state import FetchStateEarly
 from memscale.techniques.offload.optimizer.on_device import StepOnDevice
+from memscale.techniques.offload.optimizer.waiting_gradients import OffloadGradients
 from tests.parity import plan_of
 from tests.techniques.offload.transfer.wait_scenarios import left_out
 
@@ -87,3 +88,51 @@ def test_what_comes_early_is_on_the_card_before_the_step():
         optimizer.zero_grad()
     assert held[1] == held[2] == held[0] + 8 * BUCKET_BYTES
     executor.detach()
+
+
+def waiting_plan(pattern: str):
+    """A letter for each block: g(radients wait), s(treamed), or kept."""
+    ways = {"g": (OffloadGradients,), "s": (Checkpoint, StreamParameters), "-": ()}
+    actions = [way(f"blocks.{place}") for place, letter in enumerate(pattern) for way in ways[letter]]
+    guests = [StepOnDevice(BUCKET_BYTES)] if "s" in pattern else []
+    return plan_of([*actions, *guests, OffloadOptimizer(BUCKET_BYTES)], device_type="cuda")
+
+
+def train_waiting(pattern: str):
+    """Two batches a step: gradients come, are added to and leave again. Returns what is live before each step."""
+    torch.manual_seed(0)
+    model, held = Blocks(), []
+    settings = ExecutionSettings(asynchronous=True, device=torch.device("cuda"))
+    executor = execute(model.to("cuda"), waiting_plan(pattern), settings)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    x = torch.randn(64, WIDTH, device="cuda")
+    with emucuda.watch_races():
+        for _ in range(3):
+            for _ in range(2):
+                model(x).sum().backward()
+            torch.cuda.synchronize()
+            held.append(torch.cuda.memory_allocated())
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.cuda.synchronize()
+    executor.detach()
+    return held
+
+
+@pytest.mark.parametrize("pattern", ["gggggggg", "gsgsgsgs", "ssggg--g"])
+def test_gradients_that_wait_have_no_race(pattern):
+    train_waiting(pattern)
+    assert emucuda.take_reports() == []
+
+
+@pytest.mark.parametrize("why", ["out after compute", "in after compute", "compute after arrival", "reuse after sent"])
+def test_each_wait_of_gradients_is_needed(why, monkeypatch):
+    with left_out(why, monkeypatch):
+        train_waiting("gggggggg")
+    assert emucuda.take_reports() != []
+
+
+def test_gradients_that_wait_take_nothing_between_backward_and_the_step():
+    here, away = train_waiting("--------"), train_waiting("gggggg--")
+    emucuda.take_reports()
+    assert [a - b for a, b in zip(here, away, strict=True)] == [6 * BUCKET_BYTES] * 3

@@ -54,6 +54,8 @@ class RunOptions(_Found):
     """The gradients of the loss are made some rows at a time."""
     early_state: tuple[tuple[str, int], ...] = ()
     """Blocks before whose backward some of the optimizer's state is asked for, and how many bytes of it."""
+    waiting_gradients: float = 0.0
+    """The share of each block's gradients that waits elsewhere until the optimizer steps."""
 
     @property
     def early_bytes(self) -> int:
@@ -100,7 +102,7 @@ class RunOptions(_Found):
 
     def block_key(self, treatment: Treatment) -> TraceKey:
         """The trace that shows the blocks under this treatment."""
-        return TraceKey(treatment, num_tiles=self.num_tiles, precision=self.precision)
+        return TraceKey(treatment, num_tiles=self.num_tiles, precision=self.precision, waits=self.waiting_gradients)
 
 
 _values_of = operator.attrgetter(*(field.name for field in dataclasses.fields(RunOptions)))

@@ -387,6 +387,7 @@ class CostModel:
         step: int = round(self.optimizer.step_bytes(run, extras.streamed_bytes))
         if optimizer is not None:
             state, step = self.optimizer.manner(run).exact_bytes(optimizer, run)
+            step += round(self.optimizer.coming_gradient_bytes(run, extras.streamed_bytes))
         return self.base_bytes() + extras.static_bytes + state + max(trace.peak_bytes, trace.end_bytes + step)
 
     def waiting_beside(self, choice: Choice, staying_bytes: int) -> tuple[int, int]:
@@ -513,7 +514,7 @@ class CostModel:
         busy = {
             key: [self.pace.busy_ms(segments) for _, segments in self._grouped(trace)]
             for key, trace in self._traces.items()
-            if not key.precision
+            if not key.precision and not key.waits
         }
         mixed = [found for key, found in busy.items() if key not in self._whole]
         whole = [sum(found) for key, found in busy.items() if key in self._whole]
@@ -526,7 +527,7 @@ class CostModel:
         step comes first. What is streamed is counted with its parameters, not here."""
         found = []
         for key, trace in self._traces.items():
-            if key not in self._whole and not key.precision:
+            if key not in self._whole and not key.precision and not key.waits:
                 spent = self._spent(trace)
                 streams = key.treatment.streams
                 found.append([dataclasses.replace(one, out_bytes=0, in_bytes=0) if streams else one for one in spent])

@@ -80,7 +80,8 @@ def _optimizer_spans(model: CostModel, choice: Choice, start_ms: float) -> list[
     if away_bytes and travels:
         begin_ms = start_ms + device_ms if run.steps_on_device else start_ms
         end_ms = min(start_ms + total_ms, begin_ms + float(model.pace.link_ms(away_bytes)))
-        both: dict[Lane, int] = {"link in": away_bytes - run.early_bytes, "link out": away_bytes}
+        gradient_bytes = round(optimizer.waiting_gradient_bytes(run, streamed_bytes))  # they come, and do not leave
+        both: dict[Lane, int] = {"link in": away_bytes - run.early_bytes, "link out": away_bytes - gradient_bytes}
         spans += [Span(lane, begin_ms, end_ms, "optimizer", num_bytes=size) for lane, size in both.items() if size > 0]
     if total_ms > device_ms:
         where: Lane = "compute" if run.steps_on_device else "host"

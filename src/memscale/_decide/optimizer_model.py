@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 from memscale._decide.choice import RunOptions
 from memscale._decide.optimizer_shares import OptimizerShares
 from memscale._decide.step_time import Moved, Pace, StepWork, Turn, larger, smaller
-from memscale._profile import GuestCost, OptimizerCost, Profile
+from memscale._plan import OPTIMIZER_BUCKET_BYTES
+from memscale._profile import GuestCost, OptimizerCost, Profile, TraceKey
+from memscale.techniques.offload.pinned import PAGE_BYTES
 from memscale.techniques.technique import StepManner
 
 
@@ -58,6 +60,8 @@ class OptimizerModel(OptimizerShares):
         manners = [t for t in run.techniques if t.state is not None and t.state.manner is not None]
         if run.steps_on_device and self.profile.guests is None:
             return False
+        if run.waiting_gradients and (not run.offloads_optimizer or run.quantizes_optimizer):
+            return False
         return len(manners) < 2 and self.manner(run).can_step(self.cost(run))
 
     # ---- bytes
@@ -69,6 +73,8 @@ class OptimizerModel(OptimizerShares):
     def bytes_away(self, run: RunOptions, streamed_bytes: Any) -> tuple[Any, Any]:
         """State that is on the host because its parameters are; and state that may wait anywhere."""
         at_home, anywhere = self.manner(run).bytes_away(self, run, streamed_bytes)
+        if run.waiting_gradients:
+            anywhere = anywhere + self.waiting_gradient_bytes(run, streamed_bytes) + self._gradient_pages_bytes
         return (0 * at_home, at_home + anywhere) if run.steps_on_device else (at_home, anywhere)
 
     def step_bytes(self, run: RunOptions, streamed_bytes: Any) -> Any:
@@ -78,7 +84,25 @@ class OptimizerModel(OptimizerShares):
             # What is large and stays is stepped between guests that come and go; what is small needs less than they do.
             beside_bytes = guests.beside_bytes * is_streamed * (step_bytes > guests.step_bytes)
             step_bytes = larger(step_bytes + beside_bytes, guests.step_bytes * is_streamed)
-        return step_bytes
+        return step_bytes + self.coming_gradient_bytes(run, streamed_bytes)
+
+    # ---- gradients that wait elsewhere until the step
+
+    def waiting_gradient_bytes(self, run: RunOptions, streamed_bytes: Any) -> Any:
+        """Gradients of blocks that are not streamed, as far as they wait."""
+        trace = self.profile.variants.get(TraceKey(waits=run.waiting_gradients)) if run.waiting_gradients else None
+        whole_bytes = 0 if trace is None else max(0, self.profile.plain.end_bytes - trace.end_bytes)
+        return whole_bytes * (1 - streamed_bytes / max(1, self.block_bytes))
+
+    def coming_gradient_bytes(self, run: RunOptions, streamed_bytes: Any) -> Any:
+        """What such gradients take on the device in the step, at most: those of one turn, and of the next."""
+        num_turns = 2 if self.pace.overlaps else 1
+        return num_turns * smaller(self.waiting_gradient_bytes(run, streamed_bytes), OPTIMIZER_BUCKET_BYTES)
+
+    @property
+    def _gradient_pages_bytes(self) -> int:
+        """What they take more where they wait: each piece whole pages."""
+        return PAGE_BYTES * (self.cost(RunOptions()).num_tensors + self.cost(RunOptions()).num_pieces)
 
     def _guests(self, run: RunOptions, streamed_bytes: Any) -> list[tuple[GuestCost, Any]]:
         """What visits the device to be stepped: blocks, and what is left beside them; and whether any of it does."""
@@ -104,7 +128,8 @@ class OptimizerModel(OptimizerShares):
         """How much more arrives in the step than leaves, as far as it is state: so much of it is of use early."""
         works = self._works(run, streamed_bytes)
         coming, leaving = (sum(getattr(work.moved, name) for work in works) for name in ("in_bytes", "out_bytes"))
-        surplus: int = round(min(coming - leaving, sum(self.bytes_away(run, streamed_bytes))))
+        away_bytes = sum(self.bytes_away(run, streamed_bytes)) - self.waiting_gradient_bytes(run, streamed_bytes)
+        surplus: int = round(min(coming - leaving, away_bytes))
         return max(0, surplus)
 
     def other_sizes_save_ms(self, run: RunOptions, streamed_bytes: int) -> tuple[float, float]:
@@ -123,7 +148,20 @@ class OptimizerModel(OptimizerShares):
     def _works(self, run: RunOptions, streamed_bytes: Any) -> list[StepWork]:
         """What is stepped in buckets."""
         in_buckets = self.manner(run).work(self, run, streamed_bytes)
+        if in_buckets is not None and run.waiting_gradients:
+            in_buckets = self._with_gradients(in_buckets, run, streamed_bytes)
         return [*([] if in_buckets is None else [in_buckets]), *self._guest_works(run, streamed_bytes)]
+
+    def _with_gradients(self, work: StepWork, run: RunOptions, streamed_bytes: Any) -> StepWork:
+        """The same work where gradients come, too."""
+        coming_bytes, turn, moved = self.waiting_gradient_bytes(run, streamed_bytes), work.turn, work.moved
+        turn_bytes = smaller(coming_bytes, OPTIMIZER_BUCKET_BYTES)
+        num_copies = moved.num_copies + coming_bytes / OPTIMIZER_BUCKET_BYTES
+        return dataclasses.replace(
+            work,
+            moved=dataclasses.replace(moved, num_copies=num_copies, in_bytes=moved.in_bytes + coming_bytes),
+            turn=dataclasses.replace(turn, in_bytes=turn.in_bytes + turn_bytes),
+        )
 
     def _guest_works(self, run: RunOptions, streamed_bytes: Any) -> Iterator[StepWork]:
         """The step over what visits the device for it."""

@@ -228,7 +228,8 @@ class Offloading:
 
     def traffic(self) -> tuple[int, int, int, int]:
         """Transfers to the next tier so far and their bytes; those back, and theirs. Without the optimizer's."""
-        stats = [self.users[name].stats.transfers for name in ("streaming", "activations") if name in self.users]
+        users = [self.users[name] for name in ("streaming", "activations", "gradients") if name in self.users]
+        stats = {id(user.stats.transfers): user.stats.transfers for user in users}.values()  # they may share a tier
         return (
             sum(one.num_sends for one in stats),
             sum(one.bytes_sent for one in stats),

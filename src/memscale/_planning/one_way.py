@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from memscale._config import Config
 from memscale._decide import Kind, Traits, confirmed, decide_on, kind_of, peak_against_time, suspects_of
@@ -55,7 +55,7 @@ from memscale._planning.reserved.recording import (
 )
 from memscale._planning.stage import Stage
 from memscale._planning.trials import Trials
-from memscale._profile import KEEP, StateShare, StepTrace, TraceKey, Treatment
+from memscale._profile import KEEP, StateShare, StepTrace, TraceKey
 from memscale._profile.inputs import Inputs
 from memscale._profile.shallow import (
     KEPT,
@@ -420,17 +420,18 @@ class OneWay(Trials):
         if self.shallow is None or keeps_outputs or any(technique_of(action).changes_loop for action in actions):
             return []
         choice = choice_of(actions, self.profile)
-        num_kept_of = functools.partial(self._num_kept, dict(choice.blocks), is_exact=choice.run.is_exact)
+        num_kept_of = functools.partial(self._num_kept, choice)
         return find_runs_under(self.rehearsal, actions, num_kept_of)
 
-    def _num_kept(self, treatments: Mapping[str, Treatment], module_fqn: str, *, is_exact: bool) -> int:
+    def _num_kept(self, choice: Choice, module_fqn: str) -> int:
         """How many blocks like this one, treated alike, come to pass before one is as the next.
 
         What overlaps is bounded by bytes: so many as fill these, and those that come ahead. What else is on its way
         when the first of them comes only fills the room sooner, and blocks that send nothing leave it as it is.
         """
-        treatment, transfers = treatments.get(module_fqn, KEEP), self.travel.transfers
-        if not self.travel.overlaps or not (treatment.streams or treatment.offloads):
+        treatment, transfers = dict(choice.blocks).get(module_fqn, KEEP), self.travel.transfers
+        waits = choice.run.waiting_gradients if not treatment.streams else 0.0
+        if not self.travel.overlaps or not (treatment.streams or treatment.offloads or waits):
             return KEPT
         least_bytes = most_bytes = max(transfers.window_bytes, transfers.prefetch_bytes)
         if treatment.streams:
@@ -440,7 +441,10 @@ class OneWay(Trials):
             trace = self.profile.variants.get(TraceKey(treatment), self.profile.plain)
             forward = (s for s in trace.segments if (s.phase, s.module_fqn) == ("forward", module_fqn))
             least_bytes = min(least_bytes, sum(segment.sent_bytes for segment in forward))
-        least_bytes //= 1 if is_exact else 2  # in 16 bits half as much travels
+        if waits:
+            trained = (layer.trainable_bytes for layer in self.profile.layers if layer.module_fqn == module_fqn)
+            least_bytes = min(least_bytes, *(int(waits * num_bytes) for num_bytes in trained))
+        least_bytes //= 1 if choice.run.is_exact else 2  # in 16 bits half as much travels
         return KEPT - 1 + transfers.prefetch_depth + -(-most_bytes // max(1, least_bytes))
 
     @functools.cached_property

@@ -209,6 +209,8 @@ class TraceKey:
     precision: Precision = ""
     loss_by_rows: bool = False
     """The gradients of the loss are made some rows at a time."""
+    waits: float = 0.0
+    """The share of each block's gradients that waits elsewhere until the optimizer steps."""
 
     @property
     def tile_size(self) -> int:

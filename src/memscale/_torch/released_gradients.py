@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from memscale._errors import StepInBackwardError
 from memscale._torch import private
+from memscale._torch.waiting_gradients import is_waiting
 
 _aten = torch.ops.aten
 _ZEROING = frozenset({_aten.zero_.default, _aten._foreach_zero_.default})
@@ -71,5 +72,5 @@ def is_released(gradient: torch.Tensor | None) -> bool:
 
 
 def held_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
-    """The parameter's gradient, if it takes memory."""
-    return None if is_released(parameter.grad) else parameter.grad
+    """The parameter's gradient, if it takes memory where the parameter is."""
+    return None if is_released(parameter.grad) or is_waiting(parameter.grad) else parameter.grad

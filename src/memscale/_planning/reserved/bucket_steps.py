@@ -25,6 +25,7 @@ from memscale._planning.reserved.allocation_log import Allocated, AllocationLog,
 from memscale._profile.optimizer_twin import Stepping, host_counters, over_parameters
 from memscale._torch import private
 from memscale._torch.optimizer_steps import parameters_of
+from memscale._torch.waiting_gradients import is_waiting
 from memscale.techniques.optimizer8bit.blocks import CHUNK_ELEMENTS
 
 
@@ -106,19 +107,20 @@ class SteppedOptimizer:
         if self._rules is None:
             return list(buckets)
         order = self._rules.stepping.order(
-            [bucket.parameter_bytes for bucket in buckets], [bucket.moves for bucket in buckets]
+            [bucket.parameter_bytes for bucket in buckets], [bucket.travels for bucket in buckets]
         )
         return [buckets[index] for index in order]
 
     def _step_buckets(self, buckets: Sequence[_Bucket]) -> None:
         self._make_tables(buckets)
-        to_come, leaving = [bucket for bucket in buckets if bucket.moves], collections.deque[_Bucket]()
+        to_come, leaving = [bucket for bucket in buckets if bucket.travels], collections.deque[_Bucket]()
         for bucket in buckets:
             was_whole = bucket.is_laid_out or not bucket.moves
             bucket.bring(is_known=self._known.get(bucket.kind) is not None)
             bucket.welcome()
-            if bucket.moves:
+            if bucket.travels:
                 to_come.remove(bucket)
+            if bucket.moves:
                 _let_go(leaving, but=1)
             if to_come and self._prefetches and was_whole:
                 to_come[0].start()
@@ -275,9 +277,12 @@ class _Bucket:
         self.moves = self._how.moves and not stays
         self._stays = stays
         self._has_guests = guests is not None
+        self._standing: list[torch.Tensor | None] = []
         self._weights: list[torch.Tensor] = []
         """What guests take on the device, coming, stepped or on their way out."""
         self._gradients: list[torch.Tensor] = []
+        self._coming: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Parameters whose gradients wait elsewhere, with what these take here."""
         self._ids = ids
         self._rules = rules
         self.num_steps = 0
@@ -319,6 +324,17 @@ class _Bucket:
         return sum(parameter.nbytes for parameter in parameters if are_stepped or parameter.grad is not None)
 
     @property
+    def travels(self) -> bool:
+        """Whether anything of it comes for its step: state, guests, or gradients that wait elsewhere."""
+        return self.moves or bool(self._waiting)
+
+    @property
+    def _waiting(self) -> list[torch.Tensor]:
+        """The parameters whose gradients wait elsewhere."""
+        parameters = parameters_of(self.optimizer) if self._cut is None else [self._cut]
+        return [parameter for parameter in parameters if is_waiting(parameter.grad)]
+
+    @property
     def waits_elsewhere(self) -> bool:
         """Whether state of it waits elsewhere."""
         return self.moves and self.num_bytes > 0
@@ -345,7 +361,11 @@ class _Bucket:
             self._memory = torch.empty(self._num_bytes, dtype=torch.uint8, device=self.device)
 
     def invite(self) -> None:
-        """Memory for guests and their gradients."""
+        """Memory for guests and their gradients, and for gradients that wait elsewhere."""
+        if not self._has_guests and not self._coming:
+            stepped = parameters_of(self.optimizer) if self._cut is not None else self._waiting
+            for parameter in stepped if self._waiting else ():
+                self._coming.append((parameter, torch.empty_like(parameter, requires_grad=False)))
         if self._has_guests and not self._weights:
             for parameter in parameters_of(self.optimizer):
                 self._weights.append(torch.empty_like(parameter, requires_grad=False))
@@ -354,7 +374,10 @@ class _Bucket:
     def welcome(self) -> None:
         """Guests are stepped: the fake parameters do not leave their place, so what they take here is beside them."""
         self.invite()
-        if self._cut is not None and self._cut.grad is not None:
+        self._standing = [parameter.grad for parameter, _ in self._coming]
+        for parameter, gradient in self._coming:
+            parameter.grad = gradient
+        if self._cut is not None and self._cut.grad is not None and not self._coming:
             for parameter in parameters_of(self.optimizer):
                 parameter.grad = _part(self._cut.grad, parameter.shape)
         for parameter, gradient in zip(parameters_of(self.optimizer), self._gradients, strict=self._has_guests):
@@ -362,6 +385,9 @@ class _Bucket:
 
     def see_off(self) -> None:
         """Guests leave, beside what follows as far as the window goes; their gradients do not go with them."""
+        for (parameter, _), standing in zip(self._coming, self._standing, strict=True):
+            parameter.grad = standing
+        self._coming = []
         if self._cut is not None:
             for parameter in parameters_of(self.optimizer):
                 parameter.grad = None

@@ -21,6 +21,7 @@ from torch import nn
 from memscale._planning.reserved.allocation_log import AllocationLog, Event, LogState
 from memscale._planning.reserved.lengthened import Mark
 from memscale._torch import private
+from memscale._torch.waiting_gradients import is_waiting, waiting_elsewhere
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class Gradient:
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    waits: bool = False
+    """It waits elsewhere, and takes nothing on the device."""
 
     def make(self) -> torch.Tensor:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
@@ -71,6 +74,9 @@ def gradients_of(parameters: Iterable[nn.Parameter]) -> tuple[Gradient | None, .
         if gradient is None:
             found.append(None)
             continue
+        if is_waiting(gradient):
+            found.append(Gradient(gradient.shape, gradient.stride(), gradient.dtype, gradient.device, waits=True))
+            continue
         if gradient.layout is not torch.strided:
             return None
         keys.append(private.storage_key(gradient.untyped_storage()))
@@ -81,6 +87,8 @@ def gradients_of(parameters: Iterable[nn.Parameter]) -> tuple[Gradient | None, .
 def made_again(known: Passed, parameters: Iterable[nn.Parameter]) -> Iterator[torch.Tensor]:
     """Give parameters the gradients that forward and backward have left, one by one."""
     for parameter, gradient in zip(parameters, known.gradients, strict=True):
-        if gradient is not None:
+        if gradient is not None and gradient.waits:
+            parameter.grad = waiting_elsewhere(parameter)
+        elif gradient is not None:
             parameter.grad = gradient.make()
             yield parameter.grad

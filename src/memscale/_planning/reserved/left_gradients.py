@@ -7,6 +7,7 @@ import dataclasses
 from memscale._planning.reserved.allocation_log import Allocated, AllocationLog, Event, Freed
 from memscale._profile.rehearsal import FakeRehearsal
 from memscale._torch import private
+from memscale._torch.released_gradients import held_gradient
 
 
 class LeftGradients:
@@ -41,7 +42,8 @@ class LeftGradients:
         """Serial and bytes of the gradients that are there, by the parameter's id."""
         found = {}
         for parameter in self._model.parameters():
-            storage = None if parameter.grad is None else parameter.grad.untyped_storage()
+            gradient = held_gradient(parameter)
+            storage = None if gradient is None else gradient.untyped_storage()
             serial = None if storage is None else log.serial_of(private.storage_key(storage))
             if storage is not None and serial is not None:
                 found[id(parameter)] = (serial, storage.nbytes())

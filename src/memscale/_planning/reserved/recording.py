@@ -49,6 +49,8 @@ from memscale._profile.optimizer_twin import optimizer_over
 from memscale._profile.rehearsal import Attach, Detachable, FakeRehearsal, left_autocast, loss_of, run_backward
 from memscale._profile.shallow import Cut, shortened
 from memscale._torch import private
+from memscale._torch.released_gradients import held_gradient
+from memscale._torch.waiting_gradients import is_waiting, waiting_elsewhere
 from memscale._units import round_up
 
 
@@ -234,7 +236,9 @@ class _Missing:
         alone = private.without_function_modes()
         with self._mode, self._recorder.without_log(), alone:  # they come with the blocks that are put in
             for parameter, present in self.stand_ins.values():
-                if present.grad is not None:
+                if present.grad is not None and is_waiting(present.grad):
+                    parameter.grad = waiting_elsewhere(parameter)
+                elif present.grad is not None:
                     parameter.grad = torch.empty_like(parameter)
                     self._recorder.see(parameter.grad, "gradients")
 
@@ -406,8 +410,9 @@ class _Parts:
     def _gradients(self) -> Iterator[tuple[Origin, int, int]]:
         """Those that are there, by the parameter's position, with the keys of their storages and their bytes."""
         for position, parameter in enumerate(self._parameters):
-            if parameter.grad is not None:
-                storage = parameter.grad.untyped_storage()
+            gradient = held_gradient(parameter)
+            if gradient is not None:
+                storage = gradient.untyped_storage()
                 yield ("gradient", position), private.storage_key(storage), storage.nbytes()
 
     def _step(self, num_steps: int) -> list[list[Event]]:

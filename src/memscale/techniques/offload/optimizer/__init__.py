@@ -3,6 +3,7 @@
 in_buckets, in_backward, on_device, early_state      records of other techniques that change the step
 adoption, adopted_optimizer, loaded_state            the user's optimizer, whose state waits
 buckets, bucket_transfers, guests, early_arrivals    what is stepped together, and how it comes and goes
+waiting_gradients, gradient_homes                    gradients that wait between backward and the step
 backward_steps, staged_steps                         steps in backward, and how a rehearsal runs them
 separable, implementations, in_parts, resumed_steps  a step on some of the parameters, and one that goes on
 shared_memory                                        parameters that lie in one memory

@@ -43,6 +43,7 @@ from memscale.techniques.offload.optimizer.buckets import (
     stretches_of,
 )
 from memscale.techniques.offload.optimizer.early_arrivals import Early, EarlyArrivals
+from memscale.techniques.offload.optimizer.gradient_homes import ComingGradients, has_waiting_gradients
 from memscale.techniques.offload.optimizer.guests import Guests, stand_in_part, visitors, wait_until_home
 from memscale.techniques.offload.optimizer.in_parts import BYTES_AT_ONCE
 from memscale.techniques.offload.optimizer.loaded_state import cast_state
@@ -273,14 +274,15 @@ class AdoptedOptimizer:
     def _step_buckets(self, optimizer: Optimizer, split: SplitStep, call: StepCall) -> None:
         every = not skips_parameters_without_gradient(optimizer)
         stepped = [bucket for bucket in self.buckets if every or any(p.grad is not None for p in bucket.parameters)]
-        turns = _in_order([turn for bucket in stepped for turn in _turns(bucket, optimizer.state)])
+        travelling = {id(one) for one in stepped if one.moves or has_waiting_gradients(one.parameters)}
+        turns = _in_order([turn for bucket in stepped for turn in _turns(bucket, optimizer.state)], travelling)
         self.early.drop_all_but(turns)
         turns.sort(key=lambda turn: not self.early.holds(*turn))  # what is there makes room for what comes
         progress, before = _Progress(len(turns)), set(optimizer.state)
         try:
             if not stepped:
                 split.run([], {}, call.args, call.kwargs)  # the counters of groups advance nevertheless
-            travel = _Travel(self.visits, optimizer.state, turns, self.early, every=every)
+            travel = _Travel(self.visits, optimizer.state, turns, self.early, travelling, every=every)
             for turn in turns:
                 self._step_one(optimizer, split, call, progress, turn, travel)
             travel.let_go()
@@ -306,16 +308,17 @@ class AdoptedOptimizer:
         """Step one bucket while the next bucket that travels is on its way. See NOTE [what a bucket costs]."""
         bucket, coming = turn.bucket, travel.take(turn)
         visit = coming.bring()
-        stand_ins = coming.stand_ins()
-        if bucket.has_guests:
-            _bring_beside(optimizer, visit.state, bucket.device)
-        if bucket.moves:
-            travel.let_go(but=1)
-        if self._is_whole(optimizer, bucket):
-            travel.fetch_next()
-        progress.begin()
-        state = split.run(bucket.parameters, visit.state, call.args, call.kwargs, stand_ins)
-        del stand_ins
+        with coming.gradients.in_place() as gradient:
+            stand_ins = coming.stand_ins(gradient)
+            if bucket.has_guests:
+                _bring_beside(optimizer, visit.state, bucket.device)
+            if bucket.moves:
+                travel.let_go(but=1)
+            if self._is_whole(optimizer, bucket):
+                travel.fetch_next()
+            progress.begin()
+            state = split.run(bucket.parameters, visit.state, call.args, call.kwargs, stand_ins)
+            del stand_ins, gradient
         if coming.guests is not None:
             coming.guests.go_home()
         coming.park(state, visit)
@@ -486,15 +489,18 @@ def _can_be_cut(bucket: Bucket, entry: Any) -> bool:
     return all(lies_as(parameter, *layout) for layout in layouts)
 
 
-def _in_order(turns: list[_Turn]) -> list[_Turn]:
-    """Return the turns in the order in which they are taken. See NOTE [the order of a step] in buckets.py."""
+def _in_order(turns: list[_Turn], travelling: set[int]) -> list[_Turn]:
+    """Return the turns in the order in which they are taken. See NOTE [the order of a step] in buckets.py.
+
+    `travelling` are the ids of buckets of which something comes: state, guests, or gradients that wait.
+    """
     sizes = [
         sum(p.nbytes for p in bucket.parameters if p.grad is not None)
         if stretch is None
         else (stretch.stop - stretch.start) * bucket.parameters[0].element_size()
         for bucket, stretch in turns
     ]
-    return [turns[index] for index in step_order(sizes, [turn.bucket.moves for turn in turns])]
+    return [turns[index] for index in step_order(sizes, [id(turn.bucket) in travelling for turn in turns])]
 
 
 class _Coming:
@@ -526,6 +532,7 @@ class _Coming:
         if self.bucket.has_guests:
             guests = [p for p in self.bucket.parameters if every or p.grad is not None]
             self.guests = Guests(guests, stretch)
+        self.gradients = ComingGradients(() if self.bucket.has_guests else self.bucket.parameters, stretch)
 
     def bring(self) -> Visit:
         if self._cut is not None:
@@ -533,11 +540,12 @@ class _Coming:
         arrival, self._arrival = self._arrival, None
         return self._visits.bring(self._entries, self.bucket, arrival, is_ahead=self._is_ahead)
 
-    def stand_ins(self) -> Mapping[int, torch.Tensor]:
-        """Return what is stepped in place of parameters that are elsewhere, or of which only a stretch is stepped."""
+    def stand_ins(self, gradient: torch.Tensor | None) -> Mapping[int, torch.Tensor]:
+        """Return what is stepped in place of parameters that are elsewhere, or of which only a stretch is stepped, with
+        this `gradient` if that was elsewhere, too."""
         if self.guests is not None:
             return self.guests.stand_ins()
-        return {} if self._stretch is None else stand_in_part(self.bucket.parameters[0], self._stretch)
+        return {} if self._stretch is None else stand_in_part(self.bucket.parameters[0], self._stretch, gradient)
 
     def park(self, state: State, visit: Visit) -> None:
         if self._cut is not None:
@@ -564,16 +572,24 @@ class _Travel:
     """
 
     def __init__(
-        self, visits: Visits, entries: Entries, turns: Sequence[_Turn], early: EarlyArrivals, *, every: bool
+        self,
+        visits: Visits,
+        entries: Entries,
+        turns: Sequence[_Turn],
+        early: EarlyArrivals,
+        travelling: set[int],
+        *,
+        every: bool,
     ) -> None:
         self._visits, self._entries, self._early, self._every = visits, entries, early, every
-        self._to_come = collections.deque(turn for turn in turns if turn.bucket.moves)
+        self._travelling = travelling
+        self._to_come = collections.deque(turn for turn in turns if id(turn.bucket) in travelling)
         self._coming: _Coming | None = None
         self._leaving: collections.deque[_Coming] = collections.deque()
 
     def take(self, turn: _Turn) -> _Coming:
         """Return what was fetched ahead for this turn, or start fetching it now."""
-        if not turn.bucket.moves:
+        if id(turn.bucket) not in self._travelling:
             return self._ask(turn, ahead=False)
         self._to_come.popleft()
         coming, self._coming = self._coming, None

@@ -50,6 +50,7 @@ from typing import Any, Protocol
 
 import torch
 
+from memscale._torch.released_gradients import held_gradient
 from memscale._units import round_up
 from memscale.techniques.offload.store.stores import Layout, Stretch, Ticket, can_store
 
@@ -460,7 +461,8 @@ def can_move(value: object) -> bool:
 
 def _is_alias(value: torch.Tensor, parameter: torch.Tensor) -> bool:
     """Whether a state tensor shares memory with its parameter or with the gradient, and changes with it."""
-    others = [parameter] if parameter.grad is None else [parameter, parameter.grad]
+    gradient = held_gradient(parameter)
+    others = [parameter] if gradient is None else [parameter, gradient]
     return any(other.layout is torch.strided and other.data_ptr() == value.data_ptr() for other in others)
 
 

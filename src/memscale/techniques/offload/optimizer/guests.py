@@ -65,11 +65,18 @@ class Guests:
             host.let_go(parameter, self._stretch)
 
 
-def stand_in_part(parameter: torch.Tensor, stretch: Stretch) -> dict[int, nn.Parameter]:
-    """Return a stand-in, by id, for these elements of a parameter that lives on the device: it shares their memory."""
+def stand_in_part(
+    parameter: torch.Tensor, stretch: Stretch, gradient: torch.Tensor | None = None
+) -> dict[int, nn.Parameter]:
+    """Return a stand-in, by id, for these elements of a parameter that lives on the device: it shares their memory.
+
+    `gradient` is theirs, if the parameter's waits elsewhere.
+    """
     stand_in = nn.Parameter(stretch.of(parameter), requires_grad=parameter.requires_grad)
     vars(stand_in).update(vars(parameter))
-    if parameter.grad is not None:
+    if gradient is not None:
+        stand_in.grad = gradient
+    elif parameter.grad is not None:
         stand_in.grad = stretch.of(parameter.grad)
     return {id(parameter): stand_in}
 
