@@ -6,12 +6,12 @@ Each row is a model, a card and a budget. Plans are those of the default `Config
 the model that plans are made by. "of plain": as a multiple of the step as it is. "bound": the least
 time that any exact plan could take at this budget (`_decide/bound.py`); a bar below it cannot be reached. "passes" and
 "optimizer" are the two parts of the step: forward and backward with all that is computed again or waited for, and the
-optimizer's step. "early": what the step would at most be shorter if more state came back under backward than the plan
-lets come, and as much left under the next forward, which no plan does: as much of it as there is room for beside
-parameters, gradients, temporaries and what comes early already when backward is over. "home": what forward and backward
-would at most be shorter if gradients waited on the host between backward and the step, which plans may do with
-`--gradients` (`Config(enable_gradient_offload=True)`): see NOTE [gradients at home]. Nothing is trained; a row takes
-minutes of processor time. GB = 1e9 bytes.
+optimizer's step. "early": what the step would at most be shorter if more state came back under backward, and as much
+more left under the next forward, than the plan lets come and leave: as much of it as there is room for beside
+parameters, gradients, temporaries and what comes early or leaves late already when backward is over. "home": what
+forward and backward would at most be shorter if gradients waited on the host between backward and the step, which plans
+may do with `--gradients` (`Config(enable_gradient_offload=True)`): see NOTE [gradients at home]. Nothing is trained; a
+row takes minutes of processor time. GB = 1e9 bytes.
 
 NOTE [gradients at home]: a parameter could have its home on the host, so that its gradient may lie there, and its
 weight on the device all the time. For the optimizer's step as much comes then as without: what is stepped on the

@@ -53,6 +53,7 @@ OPTIONS: dict[str, st.SearchStrategy] = {
     "steps_in_backward": st.booleans(),
     "steps_on_device": st.booleans(),
     "loss_by_rows": st.booleans(),
+    "late_state": st.lists(st.tuples(st.sampled_from(sorted(BLOCKS)), st.integers(1, 1 << 30)), max_size=2).map(tuple),
     "early_state": st.lists(st.tuples(st.sampled_from(sorted(BLOCKS)), st.integers(1, 1 << 30)), max_size=2).map(tuple),
     "waiting_gradients": st.sampled_from((0.0, 0.5, 1.0)),
 }

@@ -1,4 +1,5 @@
-"""State that comes back under backward, by the models of peak and time. See NOTE [under backward]."""
+"""State that comes back under backward, and state that leaves under the next forward, by the models of peak and time.
+See NOTE [under backward] and NOTE [under the next forward]."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from memscale import Config
 from memscale._decide import decide_on, find_candidates
 from memscale._decide.choice import Choice, RunOptions, actions_of, choice_of
 from memscale._decide.cost_model import CostModel
-from memscale._decide.early_state import early_candidates, room_for_early
+from memscale._decide.early_state import early_candidates, late_candidates, room_for_early, room_for_late
 from memscale._decide.eligible import resolve
 from memscale._profile import STREAM, GuestCost, Profile
 from tests._decide.test_bound import check
@@ -143,6 +144,114 @@ def test_what_is_to_go_as_low_as_it_can_leaves_the_room_empty() -> None:
     assert plan.predicted_peak_bytes == lowest
     assert any(c.choice.run.early_state and c.outcome.peak_bytes == lowest for c in candidates), "it would be faster"
     assert not any("early_bytes" in action.reason.numbers for action in plan.actions)
+
+
+# ---- state that leaves late
+
+WAITING = Choice(run=RunOptions(offloads_optimizer=1.0))
+TURN = 10
+"""Megabytes that leave at a time."""
+
+
+def in_turns(*, overlaps: bool = True, **hardware: object) -> CostModel:
+    """State in buckets of ten megabytes."""
+    profile = model_of().profile
+    num_buckets = profile.optimizer.state_bytes // (TURN * MB)
+    sizes = {"bucket_bytes": (TURN * MB,) * num_buckets, "num_pieces": num_buckets, "piece_bytes": TURN * MB}
+    profile = dataclasses.replace(profile, optimizer=dataclasses.replace(profile.optimizer, **sizes))
+    return CostModel(profile, hardware_of(**{**CARD, **hardware}), overlaps=overlaps)
+
+
+def both(early_bytes: int, *late: int) -> Choice:
+    """So much early, before the backward of the last block, and so many megabytes late, by block."""
+    late_state = tuple((f"blocks.{index}", size * MB) for index, size in enumerate(late))
+    early_state = (("blocks.3", early_bytes * MB),) if early_bytes else ()
+    return WAITING.with_run(early_state=early_state, late_state=late_state)
+
+
+def test_state_that_comes_early_saves_as_much_as_leaves_late() -> None:
+    model, turn_ms = in_turns(link_bytes_per_s=1e8), 100
+    assert model.optimizer.arriving_surplus(WAITING.run, 0) == 0, "as much comes as leaves"
+    assert model.optimizer.may_be_late(WAITING.run, 0)[1] == TURN * MB
+    neither, early, late, two, less = (
+        model.optimizer.step_ms(choice.run, 0)
+        for choice in (WAITING, both(60), both(0, 60), both(60, 60), both(60, 69))
+    )
+    assert early == neither
+    assert neither - late == pytest.approx(turn_ms), "nobody waits for the last departure"
+    assert neither - two == pytest.approx(6 * turn_ms), "the first arrival is counted although it is early"
+    assert less == two, "what is late are whole buckets"
+
+
+def test_it_is_there_from_the_step_to_the_forward_of_the_block_that_lets_go() -> None:
+    model = in_turns()
+    walk, choice = model.walk(WAITING), both(0, 0, 30, 7)
+    second, third = (model.places(f"blocks.{index}")[0] for index in (1, 2))
+    held = model.late_bytes_by_stretch(choice.run)
+    assert held == [MB * (30 * (place < second) + 7 * (place < third)) for place in range(len(walk.heights))]
+    peaks = [height + more for height, more in zip(walk.heights, held, strict=True)]
+    in_step = model.bytes_in_step(choice)
+    assert in_step - model.bytes_in_step(WAITING) == 37 * MB
+    assert model.evaluate(choice).peak_bytes == max(*peaks, in_step)
+    assert model.bytes_in_step(both(20, 0, 30, 7)) == in_step, "what came early is gone by then"
+    assert model.bytes_in_step(both(50, 0, 30, 7)) == in_step + 13 * MB
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 4])
+def test_what_there_is_room_for_late_does_not_raise_the_peak(num_blocks: int) -> None:
+    model = in_turns()
+    blocks = [f"blocks.{index}" for index in range(num_blocks)]
+    peak_bytes = model.evaluate(WAITING).peak_bytes
+    room_bytes = room_for_late(model, WAITING, model.walk(WAITING), blocks)
+    assert room_bytes > num_blocks
+    each = room_bytes // num_blocks
+
+    def peak_with(num_bytes: int) -> int:
+        return model.evaluate(WAITING.with_run(late_state=tuple((fqn, num_bytes) for fqn in blocks))).peak_bytes
+
+    assert peak_with(each) == peak_bytes
+    assert peak_with(each + 2) > peak_bytes
+
+
+def test_forward_waits_where_the_link_has_no_time_for_it() -> None:
+    model = in_turns()
+    walk = model.walk(WAITING)
+    hidden = sum(walk.times_ms[: model.places("blocks.2")[0]])
+    assert 0 < hidden < 400
+    waits = [model._late_wait_ms(walk, both(0, 0, 0, size)) for size in (50, 400, 500)]
+    assert waits == pytest.approx([0, 400 - hidden, 500 - hidden], abs=0.01)
+
+
+def test_the_search_lets_state_leave_late_and_says_why() -> None:
+    model = in_turns()
+    eligible = resolve(Config(memory_budget_gb=0.5, enable_logging=False), model.hardware)
+    candidates = find_candidates(model, model.evaluate(Choice()), eligible)
+    found = [candidate for candidate in candidates if candidate.choice.run.late_state]
+    assert found
+    for candidate in found:
+        assert candidate.outcome == model.evaluate(candidate.choice)
+        assert choice_of(actions_of(candidate.choice, model.profile), model.profile) == candidate.choice
+    others = [candidate for candidate in candidates if not candidate.choice.run.late_state]
+    gains = {
+        min(c.outcome.step_ms for c in others if c.outcome.peak_bytes <= one.outcome.peak_bytes)
+        - one.outcome.step_ms: one
+        for one in found
+    }
+    assert min(gains) > -1e-6, "what is beaten is no candidate"
+    best = gains[max(gains)]
+    budget_gb = best.outcome.peak_bytes / 1e9
+    plan = decide_on(model, resolve(Config(memory_budget_gb=budget_gb, enable_logging=False), model.hardware))
+    assert plan.fits
+    assert "optimizer state leaves under the next forward" in plan.explain()
+    numbers = next(a.reason.numbers for a in plan.actions if "late_bytes" in a.reason.numbers)
+    assert numbers["costs_ms"] < 0  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("change", [{"link_directions": 1}, {"has_caching_allocator": False}, {"overlaps": False}])
+def test_late_state_is_tried_where_it_can_be(change: dict[str, object]) -> None:
+    assert list(late_candidates(in_turns(), [WAITING]))
+    assert not list(late_candidates(in_turns(**change), [WAITING]))  # type: ignore[arg-type]
+    assert not list(late_candidates(in_turns(), [STREAMED])), "guests are at home when the step ends"
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)

@@ -25,6 +25,7 @@ from memscale.techniques.loss_by_rows import LossByRows
 from memscale.techniques.offload.kept_outputs import OffloadKept
 from memscale.techniques.offload.optimizer.early_state import FetchStateEarly
 from memscale.techniques.offload.optimizer.in_backward import StepInBackward
+from memscale.techniques.offload.optimizer.late_state import SendStateLate
 from memscale.techniques.offload.optimizer.on_device import StepOnDevice
 from tests.parity import plan_of
 
@@ -63,6 +64,7 @@ EXAMPLES: dict[type, Action] = {
     StepInBackward: StepInBackward(1024),
     StepOnDevice: StepOnDevice(1024),
     FetchStateEarly: FetchStateEarly("a", 1024),
+    SendStateLate: SendStateLate("a", 1024),
     OffloadOptimizer: OffloadOptimizer(1024),
     StreamParameters: StreamParameters("a"),
     MixedPrecision: MixedPrecision("bfloat16"),

@@ -42,6 +42,7 @@ from memscale._profile.layers import find_blocks
 from memscale.techniques.offload.kept_outputs import OffloadKept
 from memscale.techniques.offload.optimizer.early_state import FetchStateEarly
 from memscale.techniques.offload.optimizer.in_backward import StepInBackward
+from memscale.techniques.offload.optimizer.late_state import SendStateLate
 from memscale.techniques.offload.optimizer.on_device import StepOnDevice
 from memscale.techniques.offload.parameters.streaming import rest_of
 from tests.techniques.offload.runs import DEVICE, Gpt, let_autograd_finish, loss_of, same, weights
@@ -95,6 +96,10 @@ TECHNIQUES: dict[str, Actions] = {
     "guests and early state": _and(
         _blocks(StreamParameters, lambda fqn: FetchStateEarly(fqn, 1 << 16)),
         StepOnDevice(BUCKET_BYTES),
+        OffloadOptimizer(BUCKET_BYTES),
+    ),
+    "early and late state": _and(
+        _blocks(lambda fqn: FetchStateEarly(fqn, 1 << 16), lambda fqn: SendStateLate(fqn, 1 << 16)),
         OffloadOptimizer(BUCKET_BYTES),
     ),
 }

@@ -19,6 +19,7 @@ from tests.training.odd_loops import LOOPS, Side, plain, treated
 PLANS = (
     *("everything, step on the device", "guests and half of the optimizer", "kept outputs", "optimizer"),
     *("checkpoint and activations", "buckets", "stream", "guests and early state"),
+    "early and late state",
 )
 """Of the plans of the n-th failure. A step in backward leaves no gradients to compare, and has tests of its own."""
 

@@ -1,4 +1,5 @@
-"""Blocks between streamed ones send activations away, and optimizer state comes back under backward: on the card."""
+"""Blocks between streamed ones send activations away, and optimizer state comes back under backward and leaves under
+the next forward: on the card."""
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from memscale._execute.executor import execute
 from memscale._execute.settings import ExecutionSettings
 from memscale._plan import Checkpoint, OffloadActivations, OffloadOptimizer, StreamParameters
 from memscale.techniques.offload.optimizer.early_state import FetchStateEarly
+from memscale.techniques.offload.optimizer.late_state import SendStateLate
 from memscale.techniques.offload.optimizer.on_device import StepOnDevice
 from memscale.techniques.offload.optimizer.waiting_gradients import OffloadGradients
 from tests.parity import plan_of
@@ -40,11 +42,13 @@ def mixed(pattern: str):
     ways = {"o": (OffloadActivations,), "s": (Checkpoint, StreamParameters), "c": (Checkpoint,), "-": ()}
     actions = [way(f"blocks.{place}") for place, letter in enumerate(pattern) for way in ways[letter]]
     early = [FetchStateEarly(f"blocks.{place}", 4 * BUCKET_BYTES) for place in (4, 2)]
-    return plan_of([*actions, StepOnDevice(BUCKET_BYTES), OffloadOptimizer(BUCKET_BYTES), *early], device_type="cuda")
+    late = [SendStateLate(f"blocks.{place}", 2 * BUCKET_BYTES) for place in (1, 3)]
+    buckets = (StepOnDevice(BUCKET_BYTES), OffloadOptimizer(BUCKET_BYTES))
+    return plan_of([*actions, *buckets, *early, *late], device_type="cuda")
 
 
 def train(pattern: str):
-    """Two batches a step: what came early for the first is given up. Returns what was asked for early."""
+    """Two batches a step: what came early for the first is given up. Returns what came early and left late."""
     torch.manual_seed(0)
     model = Blocks()
     executor = execute(model, mixed(pattern), ExecutionSettings(asynchronous=True, device=torch.device("cuda")))
@@ -57,14 +61,16 @@ def train(pattern: str):
             optimizer.step()
             optimizer.zero_grad()
     torch.cuda.synchronize()
-    num_early = executor.stats().transfers["optimizer"].num_early
+    stats = executor.stats().transfers["optimizer"]
     executor.detach()
-    return num_early
+    return stats.num_early, stats.num_late
 
 
-@pytest.mark.parametrize("pattern", ["osssosss", "s-o-s-o-", "ossossos", "cosscoss"])
+@pytest.mark.parametrize("pattern", ["osssosss", "s-o-s-o-", "ossossos", "cosscoss", "--c---c-"])
 def test_a_mixed_plan_has_no_race(pattern):
-    assert train(pattern) > 0
+    num_early, num_late = train(pattern)
+    assert num_early > 0
+    assert num_late == 2 * 2, "of two steps, as the first one makes the state"
     assert emucuda.take_reports() == []
 
 
@@ -136,3 +142,21 @@ def test_gradients_that_wait_take_nothing_between_backward_and_the_step():
     here, away = train_waiting("--------"), train_waiting("gggggg--")
     emucuda.take_reports()
     assert [a - b for a, b in zip(here, away, strict=True)] == [6 * BUCKET_BYTES] * 3
+
+
+def test_what_leaves_late_is_on_the_card_until_the_forward_lets_go():
+    model = Blocks()
+    executor = execute(model, mixed("--------"), ExecutionSettings(asynchronous=True, device=torch.device("cuda")))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    x, held = torch.randn(64, WIDTH, device="cuda"), []
+    for _ in range(3):
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_allocated())
+    assert held[1] == held[2] == held[0] + 4 * BUCKET_BYTES
+    with torch.no_grad():
+        model(x)
+    assert torch.cuda.memory_allocated() == held[0]
+    executor.detach()

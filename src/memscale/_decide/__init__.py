@@ -25,7 +25,7 @@ from memscale._decide.bound import least_blocking_ms
 from memscale._decide.budget import Budget, Held
 from memscale._decide.choice import OPTIONS, Choice, Outcome, RunOptions, choice_of
 from memscale._decide.cost_model import CostModel
-from memscale._decide.early_state import early_candidates
+from memscale._decide.early_state import early_candidates, late_candidates
 from memscale._decide.eligible import Eligible
 from memscale._decide.lowest_peak import Room
 from memscale._decide.misfit import misfit
@@ -249,7 +249,9 @@ def _choose(
 
     if eligible.config.force_optimize:
         # By the model state that comes early may raise no peak, and would by a little; its plans lower none.
-        return min((c for c in placeable if not c.choice.run.early_state), key=lowest), Reason(FORCED, numbers)
+        return min(
+            (c for c in placeable if not c.choice.run.early_state and not c.choice.run.late_state), key=lowest
+        ), Reason(FORCED, numbers)
     fitting = [c for c in placeable if budget.admits(expected.of(c).outcome)]
     if not fitting:
         return min(placeable, key=lowest), Reason(LOWEST, numbers)
@@ -421,17 +423,24 @@ def _spaced(model: CostModel, eligible: Eligible, found: list[Candidate]) -> lis
 
 
 def _early(model: CostModel, eligible: Eligible, found: list[Candidate]) -> list[Candidate]:
-    """Exact plans with state that comes back under backward; those that nothing beats.
+    """Exact plans with state that comes back under backward or leaves under the next forward; those that nothing beats.
 
-    See NOTE [under backward] in early_state.py.
+    See NOTE [under backward] and NOTE [under the next forward] in early_state.py.
     """
     if not eligible.has(OPTIONS["early_state"]):
         return []
     exact = [candidate for candidate in found if candidate.choice.run.is_exact]
     bases = sorted(undominated(exact), key=by_peak)
-    early = list(early_candidates(model, [candidate.choice for candidate in bases]))
-    kept = {id(candidate) for candidate in undominated([*exact, *early])}
-    return [candidate for candidate in early if id(candidate) in kept]
+    choices = [candidate.choice for candidate in bases]
+    early = _unbeaten_of(list(early_candidates(model, choices)), exact)
+    # Late state may turn out to reserve more than is expected: what is beaten by it alone stays a candidate.
+    return early + _unbeaten_of(list(late_candidates(model, choices)), [*exact, *early])
+
+
+def _unbeaten_of(found: list[Candidate], others: list[Candidate]) -> list[Candidate]:
+    """Those that neither one another nor the others beat."""
+    kept = {id(candidate) for candidate in undominated([*others, *found])}
+    return [candidate for candidate in found if id(candidate) in kept]
 
 
 def _gains_by_buckets(model: CostModel, candidate: Candidate) -> bool:

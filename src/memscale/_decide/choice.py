@@ -57,10 +57,18 @@ class RunOptions(_Found):
     waiting_gradients: float = 0.0
     """The share of each block's gradients that waits elsewhere until the optimizer steps."""
 
+    late_state: tuple[tuple[str, int], ...] = ()
+    """Blocks before whose forward state that still leaves when a step is over goes, and how many bytes of it."""
+
     @property
     def early_bytes(self) -> int:
         """How much of the optimizer's state is asked for early, in all."""
         return sum(num_bytes for _, num_bytes in self.early_state)
+
+    @property
+    def late_bytes(self) -> int:
+        """How much of the optimizer's state may still leave when the step is over, in all."""
+        return sum(num_bytes for _, num_bytes in self.late_state)
 
     @property
     def techniques(self) -> tuple[Technique, ...]:

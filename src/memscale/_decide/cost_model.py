@@ -254,7 +254,7 @@ class CostModel:
         """A choice's blocks with each of these runs, which differ from its own by what the optimizer does alone."""
         walk = self.walk(choice)
         resident_bytes = self.optimizer.costs_of(choice.run, walk.extras.streamed_bytes).resident_bytes
-        live, peak, total_ms = self._early(walk, choice)
+        live, peak, total_ms = self._beside(walk, choice)
         outcomes = []
         for other in runs:
             costs = self.optimizer.costs_of(other, walk.extras.streamed_bytes)
@@ -284,22 +284,46 @@ class CostModel:
         total_ms += float(self.first_fetch_ms(run, self.rest_extras(run).static_bytes - extras.static_bytes))
         return Walk(extras, tuple(heights), tuple(times_ms), live, peak, total_ms)
 
-    # ---- state that comes back under backward: see NOTE [under backward] in early_state.py
+    # ---- state that travels beside forward and backward: see the notes in early_state.py
 
-    def with_early(self, walk: Walk, choice: Choice) -> Outcome:
-        """What a choice comes to that differs from the one of this walk by the state that comes early."""
-        live, peak, total_ms = self._early(walk, choice)
+    def with_state_beside(self, walk: Walk, choice: Choice) -> Outcome:
+        """What a choice comes to that differs from this walk's by the state that comes early or leaves late."""
+        live, peak, total_ms = self._beside(walk, choice)
         in_step = live + self.optimizer.costs_of(choice.run, walk.extras.streamed_bytes).step_bytes
         return self._outcome(choice.run, walk.extras, max(peak, in_step), total_ms)
 
-    def _early(self, walk: Walk, choice: Choice) -> tuple[int, int, float]:
-        """What is live after backward, the peak up to there, and how long that takes, with what comes early."""
-        early = choice.run.early_state
-        if not early:
+    def _beside(self, walk: Walk, choice: Choice) -> tuple[int, int, float]:
+        """What is live in the step beside its buckets, the peak before it, and how long that takes, with the state that
+        comes early and leaves late. What came first is gone before the last is late."""
+        run = choice.run
+        if not run.early_state and not run.late_state:
             return walk.live_bytes, walk.peak_bytes, walk.total_ms
-        asked = itertools.accumulate(self.early_bytes_by_stretch(choice.run))
-        peak = max(walk.peak_bytes, *(height + more for height, more in zip(walk.heights, asked, strict=True)))
-        return walk.live_bytes + choice.run.early_bytes, peak, walk.total_ms + self._early_wait_ms(walk, choice)
+        asked = itertools.accumulate(self.early_bytes_by_stretch(run))
+        more = (early + late for early, late in zip(asked, self.late_bytes_by_stretch(run), strict=True))
+        peak = max(walk.peak_bytes, *(height + here for height, here in zip(walk.heights, more, strict=True)))
+        waits_ms = self._early_wait_ms(walk, choice) + self._late_wait_ms(walk, choice)
+        return walk.live_bytes + max(run.early_bytes, run.late_bytes), peak, walk.total_ms + waits_ms
+
+    def late_bytes_by_stretch(self, run: RunOptions) -> list[int]:
+        """How much of the optimizer's state is still there in each stretch, from the step before."""
+        gone = [0] * len(self.owners)
+        for fqn, num_bytes in run.late_state:
+            gone[self._places[fqn][0] if fqn in self._places else 0] += num_bytes
+        return [run.late_bytes - num_bytes for num_bytes in itertools.accumulate(gone)]
+
+    def _late_wait_ms(self, walk: Walk, choice: Choice) -> float:
+        """What forward takes longer: state that leaves late shares the link with what the blocks there send."""
+        run = choice.run
+        if not run.late_state:
+            return 0.0
+        hidden_bytes = self.time_for_late(walk, choice, {fqn for fqn, _ in run.late_state})
+        return max(0.0, float(self.pace.link_ms(run.late_bytes - hidden_bytes)))
+
+    def time_for_late(self, walk: Walk, choice: Choice, module_fqns: Collection[str]) -> int:
+        """How much can leave while forward comes to the last of these blocks, beside what they send themselves."""
+        end = max((self._places[fqn][0] for fqn in module_fqns if fqn in self._places), default=0)
+        others = sum(self._movable_bytes(fqn, treatment) for fqn, treatment in choice.blocks if fqn in module_fqns)
+        return self._in_time(sum(walk.times_ms[:end])) - others
 
     def early_bytes_by_stretch(self, run: RunOptions) -> list[int]:
         """How much of the optimizer's state is asked for when each stretch begins."""
@@ -312,10 +336,22 @@ class CostModel:
 
     def _early_wait_ms(self, walk: Walk, choice: Choice) -> float:
         """What backward takes longer: state that comes early shares the link with what the blocks there wait for."""
-        asking = {fqn for fqn, _ in choice.run.early_state}
-        begin = min((self._places[fqn][1] for fqn in asking if len(self._places.get(fqn, [])) == 2), default=0)
-        others = sum(self._comes_back_bytes(fqn, treatment) for fqn, treatment in choice.blocks if fqn in asking)
-        return max(0.0, float(self.pace.link_ms(others + choice.run.early_bytes)) - sum(walk.times_ms[begin:]))
+        early = choice.run.early_state
+        if not early:
+            return 0.0
+        hidden_bytes = self.time_for_early(walk, choice, {fqn for fqn, _ in early})
+        return max(0.0, float(self.pace.link_ms(choice.run.early_bytes - hidden_bytes)))
+
+    def time_for_early(self, walk: Walk, choice: Choice, module_fqns: Collection[str]) -> int:
+        """How much can come from the backward of the first of these blocks on, beside what they wait for themselves;
+        below 0 where that takes longer already."""
+        places = [self._places.get(fqn, []) for fqn in module_fqns]
+        begin = min((found[1] for found in places if len(found) == 2), default=0)
+        others = sum(self._comes_back_bytes(fqn, treatment) for fqn, treatment in choice.blocks if fqn in module_fqns)
+        return self._in_time(sum(walk.times_ms[begin:])) - others
+
+    def _in_time(self, ms: float) -> int:
+        return int(ms / 1e3 * self.hardware.link_bytes_per_s)
 
     def _comes_back_bytes(self, module_fqn: str, treatment: Treatment) -> int:
         """What comes to the device for the backward of a block."""
@@ -360,7 +396,7 @@ class CostModel:
         """What is live at the peak of the optimizer's step; before it backward has freed all activations."""
         walk, run = self.walk(choice), choice.run
         step_bytes: int = round(self.optimizer.step_bytes(run, walk.extras.streamed_bytes))
-        return walk.live_bytes + run.early_bytes + step_bytes
+        return walk.live_bytes + max(run.early_bytes, run.late_bytes) + step_bytes
 
     def evaluate_whole(self, choice: Choice) -> Outcome:
         """Every block treated alike, by a trace that cannot be mixed with others."""
@@ -388,7 +424,8 @@ class CostModel:
         if optimizer is not None:
             state, step = self.optimizer.manner(run).exact_bytes(optimizer, run)
             step += round(self.optimizer.coming_gradient_bytes(run, extras.streamed_bytes))
-        return self.base_bytes() + extras.static_bytes + state + max(trace.peak_bytes, trace.end_bytes + step)
+        late = max(0, run.late_bytes - run.early_bytes)  # what comes early is in the trace
+        return self.base_bytes() + extras.static_bytes + state + max(trace.peak_bytes, trace.end_bytes + late + step)
 
     def waiting_beside(self, choice: Choice, staying_bytes: int) -> tuple[int, int]:
         """What waits on the host, and there or on the disk, while so much of the optimizer's state stays on the device

@@ -117,7 +117,7 @@ class OptimizerModel(OptimizerShares):
         hardware, works = self.pace.hardware, self._works(run, streamed_bytes)
         is_at_once = self.manner(run).work(self, run, streamed_bytes) is None
         at_once_ms = self.manner(run).step_ms(self, run, streamed_bytes) if is_at_once else 0.0
-        on_device_ms = at_once_ms + self.works_ms(works, run.early_bytes)
+        on_device_ms = at_once_ms + self.works_ms(works, run.early_bytes, self._whole_late_bytes(run, streamed_bytes))
         if run.steps_on_device or hardware.host_bytes_per_s is None:
             return on_device_ms
         host_bytes_per_s = min(hardware.host_bytes_per_s, hardware.memory_bytes_per_s)
@@ -132,6 +132,19 @@ class OptimizerModel(OptimizerShares):
         surplus: int = round(min(coming - leaving, away_bytes))
         return max(0, surplus)
 
+    def may_be_late(self, run: RunOptions, streamed_bytes: int) -> tuple[int, int]:
+        """How much of what leaves in the step could leave when it is over, state of what is not streamed; and how much
+        of it leaves at a time."""
+        in_buckets = self.manner(run).work(self, run, streamed_bytes)
+        return (0, 0) if in_buckets is None else (round(in_buckets.moved.out_bytes), round(in_buckets.turn.out_bytes))
+
+    def _whole_late_bytes(self, run: RunOptions, streamed_bytes: Any) -> int:
+        """What is late of what may be: whole turns, taken to be as large as the largest."""
+        if not run.late_bytes:
+            return 0
+        most_bytes, turn_bytes = self.may_be_late(run, streamed_bytes)
+        return min(most_bytes, run.late_bytes // max(1, turn_bytes) * turn_bytes)
+
     def other_sizes_save_ms(self, run: RunOptions, streamed_bytes: int) -> tuple[float, float]:
         """What buckets of any smaller size could save of the step at most, and of any larger size.
 
@@ -139,10 +152,11 @@ class OptimizerModel(OptimizerShares):
         has less to do for them. These are bounds: smaller ones are more, too, and larger ones take more room.
         """
         works = self._works(run, streamed_bytes)
-        now_ms = self.works_ms(works, run.early_bytes)
+        early_late = run.early_bytes, self._whole_late_bytes(run, streamed_bytes)
+        now_ms = self.works_ms(works, *early_late)
         smaller = [dataclasses.replace(work, turn=Turn()) for work in works]
         larger = [dataclasses.replace(work, host_ms=0.0, num_launches=0) for work in works]
-        smaller_ms, larger_ms = (float(now_ms - self.works_ms(one, run.early_bytes)) for one in (smaller, larger))
+        smaller_ms, larger_ms = (float(now_ms - self.works_ms(one, *early_late)) for one in (smaller, larger))
         return max(0.0, smaller_ms), max(0.0, larger_ms)
 
     def _works(self, run: RunOptions, streamed_bytes: Any) -> list[StepWork]:

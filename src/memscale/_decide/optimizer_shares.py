@@ -87,12 +87,12 @@ class OptimizerShares:
         total = self._other_bytes
         return 1 - self.profile.rest_trainable_bytes / total if run.streams_rest and total else 1.0
 
-    def works_ms(self, works: Sequence[StepWork], early_bytes: int = 0) -> Any:
+    def works_ms(self, works: Sequence[StepWork], early_bytes: int = 0, late_bytes: int = 0) -> Any:
         """Buckets of all kinds in turn: while one is stepped, the next arrives and the last leaves.
 
         See NOTE [the order of a step] in techniques/offload/optimizer/buckets.py, and NOTE [turns] in step_time.py.
         """
-        return self.pace.turns_ms(works, early_bytes) if works else 0.0
+        return self.pace.turns_ms(works, early_bytes, late_bytes) if works else 0.0
 
     def share_left(self, run: RunOptions, streamed_bytes: Any) -> Any:
         """The share of trainable bytes that is not streamed."""

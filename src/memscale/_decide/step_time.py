@@ -146,10 +146,11 @@ class Pace:
         paced_ms = larger(larger(compute_ms, launches_ms + copies_ms) + landing_ms, link_ms)
         return paced_ms + self.link_ms(moved.first_bytes)
 
-    def turns_ms(self, works: Sequence[StepWork], early_bytes: Any = 0) -> Any:
+    def turns_ms(self, works: Sequence[StepWork], early_bytes: Any = 0, late_bytes: Any = 0) -> Any:
         """The time of buckets that take turns: one arrives, one is computed and one leaves at a time.
 
-        `early_bytes` of what would come are there already.
+        `early_bytes` of what would come are there already. `late_bytes` of what would leave, the last of it, do so when
+        the step is over.
 
         NOTE [turns]: the slowest of the three is busy from its first turn to its last. What it waits for comes on top:
         the first turn of what comes before it, and the last turn of what comes behind it. What stays on the device is
@@ -166,9 +167,11 @@ class Pace:
             return self.slowest_ms(compute_ms, launches, moved, host_ms)
         busy_ms = self.slowest_ms(compute_ms, launches, Moved(moved.num_copies), host_ms)
         here_bytes = smaller(early_bytes, moved.in_bytes)
-        in_ms, out_ms = self.link_ms(moved.in_bytes - here_bytes), self.link_ms(moved.out_bytes)
+        left_bytes = smaller(late_bytes, moved.out_bytes)
+        in_ms, out_ms = self.link_ms(moved.in_bytes - here_bytes), self.link_ms(moved.out_bytes - left_bytes)
         arrives_ms = self.link_ms(_largest(work.turn.in_bytes for work in works))
-        leaves_ms = self.link_ms(_largest(work.turn.out_bytes for work in works))
+        leaves_bytes = _largest(work.turn.out_bytes for work in works)
+        leaves_ms = self.link_ms(leaves_bytes - smaller(left_bytes, leaves_bytes))
         one_ms = _largest(work.turn.compute_ms for work in works)
         travelling_ms = arrives_ms + sum(work.travelling_ms for work in works)
         computing_ms = larger(travelling_ms, busy_ms) + leaves_ms

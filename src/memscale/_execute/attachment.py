@@ -20,6 +20,7 @@ from memscale._torch.overrides import find_module
 if TYPE_CHECKING:
     from memscale._execute.offloading import Offloading
     from memscale.techniques.offload.optimizer.early_state import FetchStateEarly
+    from memscale.techniques.offload.optimizer.late_state import SendStateLate
     from memscale.techniques.offload.transfer.transfers import Transfers
     from memscale.techniques.precision.autocast import Precision
     from memscale.techniques.precision.loss_scale import LossScale
@@ -76,6 +77,8 @@ class Attachment:
         """Called where a forward of the model has begun already, which is to follow the plan."""
         self.early: Sequence[FetchStateEarly] = ()
         """Layers before whose backward some of the optimizer's state is asked for."""
+        self.late: Sequence[SendStateLate] = ()
+        """Layers before whose forward some of the state that still leaves lets go of its memory."""
         self._waiting_bytes = waiting_bytes
         self._held: list[StateHandling] = []
         self._is_settled = False

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale._errors import MemScaleError, PlanError, is_system_name, shortened, shown
-from memscale._execute import early_moments, orderly_exit, reserving
+from memscale._execute import early_moments, late_moments, orderly_exit, reserving
 from memscale._execute.attachment import Attachment
 from memscale._execute.interrupts import undisturbed
 from memscale._execute.malloc import is_short, return_freed_memory
@@ -261,6 +261,7 @@ class Executor:
                 technique.attach(mine, to)
         to.settle_state()
         early_moments.watch(to)
+        late_moments.watch(to)
         self._recomputed += to.recomputed
         self.held, self._lessons = to.held, to.lessons
         self._precision, self._begun = to.precision, to.begun

@@ -159,6 +159,7 @@ class Offloading:
             streamer.let_go()
         if self.parked is not None:
             self.parked.adoption.drop_early()
+            self.parked.adoption.late.let_go_all()
         parked = self.parked.transfers if self.parked is not None else None
         moving = [parked, *(getattr(user, "transfers", None) for user in self.users.values())]
         for transfers in {id(one): one for one in moving if one is not None}.values():

@@ -71,6 +71,7 @@ from memscale.report.explain import words_of_actions
 from memscale.report.peak_against_time import PeakAgainstTime
 from memscale.techniques import planned_step, settling_steps, technique_of
 from memscale.techniques.offload.optimizer.buckets import values_here
+from memscale.techniques.offload.optimizer.late_state import LATE_STATE
 from memscale.techniques.offload.parameters import streaming
 
 logger = logging.getLogger("memscale")
@@ -163,7 +164,7 @@ class OneWay(Trials):
         """
         taught = _Taught(self.first_reserve(strategy.eligible)) if like is None else like.taught.as_it_began()
         self.taught = taught
-        for attempt in range(_MAX_REHEARSALS + 1):
+        while taught.num_tried <= _MAX_REHEARSALS:
             decided = self._decide(strategy, taught)
             if beating is not None and not self._beats(decided, beating):
                 return beating
@@ -172,8 +173,8 @@ class OneWay(Trials):
             plan = taught.plans[choice] if is_known else self.confirm(decided, strategy.eligible)
             if plan.fits or not decided.fits:
                 break
-            taught.by(choice, plan, decided, is_last=is_known or attempt + 2 > _MAX_REHEARSALS)
-        if plan.fits and taught.margins:
+            taught.by(choice, plan, decided, is_last=is_known or taught.num_tried + 2 > _MAX_REHEARSALS)
+        if plan.fits and taught.has_margins:
             self._hold(plan)
         return plan if plan.fits else self._with_less_reserved(plan, strategy.eligible)
 
@@ -203,7 +204,7 @@ class OneWay(Trials):
         holds less, and of those like it.
         """
         tried, taught = plan, self.taught
-        for _ in range(_MAX_REFINEMENTS if taught.margins else 0):
+        for _ in range(_MAX_REFINEMENTS if taught.has_margins else 0):
             has_room = needed_bytes(plan) <= plan.budget_bytes * (1 - _WORTH_REFINING)
             if tried.predicted_reserved_bytes is None or not has_room:
                 break
@@ -384,7 +385,7 @@ class OneWay(Trials):
         of_passes = tuple(action for action in actions if not technique_of(action).only_steps)
         beside = streaming.rest_of(self.rehearsal.model, self.rehearsal.blocks)
         step = planned_step(actions)
-        key = (self.travel, self.key_of(of_passes), step.early, bool(actions), names_modules, tuple(cuts))
+        key = (self.travel, self.key_of(of_passes), step.early, step.late, bool(actions), names_modules, tuple(cuts))
         return record_steps(
             self.rehearsal,
             self.model,
@@ -395,6 +396,7 @@ class OneWay(Trials):
                 points=points_of(beside) if actions else (),
                 learns=self._learns(actions),
                 early=planned_step(attached).early,
+                late=planned_step(attached).late,
             ),
             # Passes know nothing of what waits between steps.
             shortcuts=Shortcuts(cuts=cuts, known=self.stage.known_steps, passes=self.stage.passes(key)),
@@ -498,7 +500,8 @@ class OneWay(Trials):
             with stage(f"rehearsing steps with {words_of_actions(actions)}"):
                 trace = self._rehearsed_short(actions, config, num_steps)
                 trace = trace or self.rehearsal.run(self.attacher(actions, config), num_steps=num_steps)
-                known[key] = trace.raised_by(planned_step(actions).early_bytes)
+                step = planned_step(actions)
+                known[key] = trace.raised_by(max(step.early_bytes, step.late_bytes))
         return known[key]
 
     def _rehearsed_short(self, actions: tuple[Action, ...], config: Config, num_steps: int) -> StepTrace | None:
@@ -541,11 +544,21 @@ class OneWay(Trials):
         return taken_elsewhere(model, eligible, Candidate(choice, outcome))
 
 
+_LATE: Traits = frozenset([LATE_STATE])
+
+
 @dataclasses.dataclass(slots=True)
 class _Taught:
-    """What rehearsals of plans that did not fit have taught about others."""
+    """What rehearsals of plans that did not fit have taught about others.
+
+    NOTE [late state teaches nothing else]: state that leaves late lies among the first activations of a forward, so
+    such plans hold more above what is live than others. What one needs above the peak model is asked of those alone,
+    and after a second one that did not fit there is no third: then plans are decided as if there were none.
+    """
 
     reserve_bytes: int
+    num_tried: int = 0
+    """How many plans did not fit, but for those with late state."""
     margin_bytes: int = 0
     margins: dict[Traits, int] = dataclasses.field(default_factory=dict)
     plans: dict[Choice, Plan] = dataclasses.field(default_factory=dict)
@@ -554,7 +567,13 @@ class _Taught:
 
     def as_it_began(self) -> _Taught:
         """The same for another way, in which nothing was rehearsed yet."""
-        return dataclasses.replace(self, margins=dict(self.margins), reserves=dict(self.reserves), plans={})
+        margins, reserves = dict(self.margins), dict(self.reserves)
+        return dataclasses.replace(self, margins=margins, reserves=reserves, plans={}, num_tried=0)
+
+    @property
+    def has_margins(self) -> bool:
+        """Whether the peak model was wrong about plans without late state."""
+        return any(suspects != _LATE for suspects in self.margins)
 
     def hold(self, choice: Choice, above_bytes: int) -> None:
         """A plan holds so much above what is live: others of its kind hold about as much."""
@@ -570,6 +589,12 @@ class _Taught:
     def by(self, choice: Choice, plan: Plan, decided: Plan, *, is_last: bool) -> None:
         """The plan did not fit. `is_last`: there is one more try."""
         self.plans[choice] = plan
+        if choice.run.late_state:
+            needed_above = max(plan.predicted_peak_bytes, (plan.predicted_reserved_bytes or 0) - self.reserve_bytes)
+            is_first = _LATE not in self.margins
+            self.margins[_LATE] = needed_above - decided.predicted_peak_bytes if is_first else plan.budget_bytes
+            return
+        self.num_tried += 1
         above_model, suspects = plan.predicted_peak_bytes - decided.predicted_peak_bytes, suspects_of(choice)
         self.margins[suspects] = max(self.margins.get(suspects, 0), above_model)
         logger.debug("the rehearsal peaked %s above the peak model: deciding again", show_bytes(above_model))
@@ -582,4 +607,7 @@ class _Taught:
             # Plans hold about as much above what is live as this one does; those that are lower less, in proportion.
             share = plan.budget_bytes / reserved_bytes if is_too_high else 1.0
             above_bytes = int((reserved_bytes - plan.predicted_peak_bytes) * share)
-            self.reserve_bytes = max(self.reserve_bytes, above_bytes)
+            more_bytes = max(0, above_bytes - self.reserve_bytes)
+            self.reserve_bytes += more_bytes
+            if self.margins.get(_LATE, plan.budget_bytes) < plan.budget_bytes:
+                self.margins[_LATE] -= more_bytes  # which is asked of all now

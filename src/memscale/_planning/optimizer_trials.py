@@ -174,8 +174,8 @@ class OptimizerCosts:
         if step.in_buckets and not stepping.moves and not packs:
             stepping = self._in_step_buckets()
         visiting = self._of_guests(eight_bit=packs) if step.guests and self._has_next_tier else None
-        early_bytes = step.early_bytes if stepping.prefetches else 0
-        return BucketRules(stepping, window_bytes, stepping.block_size, step.resident_share, visiting, early_bytes)
+        beside = (step.early_bytes, step.late_bytes) if stepping.prefetches else (0, 0)
+        return BucketRules(stepping, window_bytes, stepping.block_size, step.resident_share, visiting, *beside)
 
     def _preparation(self, optimizer: str | Optimizer) -> Prepare | None:
         if isinstance(optimizer, str) or not is_of_bitsandbytes(optimizer):

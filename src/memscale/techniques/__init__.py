@@ -19,6 +19,7 @@ from memscale.techniques.offload.optimizer import OPTIMIZER
 from memscale.techniques.offload.optimizer.early_state import EARLY_STATE
 from memscale.techniques.offload.optimizer.in_backward import IN_BACKWARD
 from memscale.techniques.offload.optimizer.in_buckets import BUCKETED_STEP
+from memscale.techniques.offload.optimizer.late_state import LATE_STATE
 from memscale.techniques.offload.optimizer.on_device import DEVICE_STEP
 from memscale.techniques.offload.optimizer.waiting_gradients import GRADIENTS
 from memscale.techniques.offload.parameters import PARAMETERS
@@ -40,6 +41,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     IN_BACKWARD,
     OPTIMIZER,
     EARLY_STATE,
+    LATE_STATE,
     GRADIENTS,
     PRECISION,
     EIGHT_BIT,

@@ -123,10 +123,18 @@ class PlannedStep:
     early: tuple[tuple[str, int], ...] = ()
     """Layers before whose backward some of the state that waits elsewhere is asked for, and how many bytes of it."""
 
+    late: tuple[tuple[str, int], ...] = ()
+    """Layers before whose forward some of the state that still leaves when a step is over goes, and how many bytes."""
+
     @property
     def early_bytes(self) -> int:
         """How much of it is on the device, or on its way, when the step begins; at most."""
         return sum(num_bytes for _, num_bytes in self.early)
+
+    @property
+    def late_bytes(self) -> int:
+        """How much of it is still on the device when the step is over; at most."""
+        return sum(num_bytes for _, num_bytes in self.late)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

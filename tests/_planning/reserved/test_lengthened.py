@@ -13,13 +13,14 @@ from memscale._decide.choice import block_actions
 from memscale._plan import Action, Checkpoint, OffloadActivations, OffloadOptimizer, StreamParameters
 from memscale._planning.job import Job
 from memscale._planning.planner import Planner
-from memscale._planning.reserved.allocation_log import Allocated, AllocationLog, Asked, Event, Freed
+from memscale._planning.reserved.allocation_log import Allocated, AllocationLog, Asked, Event, Freed, LetGo, Place
 from memscale._planning.reserved.lengthened import Mark, NotAlike, lengthened
 from memscale._profile import CHECKPOINT_OFFLOAD, OFFLOAD, TraceKey
 from memscale._profile.inputs import Inputs
 from memscale._profile.shallow import Cut
 from memscale._units import MIB
 from memscale.techniques.offload.optimizer.early_state import FetchStateEarly
+from memscale.techniques.offload.optimizer.late_state import SendStateLate
 from memscale.techniques.offload.optimizer.on_device import StepOnDevice
 from tests._profile.test_shallow import Deep
 from tests.lanes import some
@@ -36,13 +37,13 @@ def planner_of(*, overlaps: bool) -> Planner:
 
 def told(log: AllocationLog) -> list[list[object]]:
     """The events, with serials in the order in which they come."""
-    numbers: dict[int, int] = {}
+    made = (event.serial for events in (log.before, *log.steps) for event in events if isinstance(event, Allocated))
+    numbers = {serial: number for number, serial in enumerate(made)}
     found = []
     for events in (log.before, *log.steps):
         here: list[object] = []
         for event in events:
             if isinstance(event, Allocated):
-                numbers[event.serial] = len(numbers)
                 here.append((numbers[event.serial], event.num_bytes))
             else:
                 here.append(numbers[event.serial] if isinstance(event, Freed) else event)
@@ -105,6 +106,62 @@ def test_state_that_comes_early_comes_in_the_same_places() -> None:
     come = made_before_the_step(second) - made_before_the_step(late_second)
     assert 400 * MIB < come <= 448 * MIB, "whole buckets"
     assert not any(isinstance(event, Asked) for event in (*first, *second))
+
+
+def test_state_that_leaves_late_goes_in_the_same_places() -> None:
+    """Let go of in forward of every second block, of which most are left out; the forward of a block that is computed
+    again lets go of nothing."""
+    planner = planner_of(overlaps=True)
+    blocks, config = list(planner.rehearsal.blocks), planner.job.config
+    at_once = (*map(Checkpoint, blocks), OffloadOptimizer(16 << 20))
+    late = tuple(SendStateLate(fqn, 48 << 20) for fqn in blocks)
+    short, recorded = planner._steps_short((*at_once, *late), config), planner._record((*at_once, *late), config)
+    assert short is not None
+    assert told(short) == told(recorded)
+    assert short.levels == recorded.levels
+    without, late_bytes = planner._record(at_once, config), DEPTH * 48 * MIB
+    (peak_bytes, end_bytes), (soon_peak_bytes, soon_end_bytes) = recorded.levels[-1], without.levels[-1]
+    assert end_bytes == soon_end_bytes
+    assert soon_peak_bytes <= peak_bytes <= soon_peak_bytes + late_bytes
+    first, second = recorded.steps
+    assert not gone_late(first), "nothing waits before the first step"
+    sizes = [num_bytes for num_bytes, _ in gone_late(second)]
+    assert late_bytes - 64 * MIB < sum(sizes) <= late_bytes, "whole buckets"
+    held_bytes = sum(sizes)
+    for num_bytes, place in gone_late(second):
+        held_bytes -= num_bytes
+        assert place is not None
+        assert place.phase == "forward"
+    assert held_bytes == 0
+    assert max(live_in(second)) - max(live_in(without.steps[1])) <= late_bytes
+    assert not any(isinstance(event, LetGo) for event in (*first, *second))
+
+
+def gone_late(events: Sequence[Event]) -> list[tuple[int, Place | None]]:
+    """What is freed of what the step before has left, with the place of what was allocated last before."""
+    sizes, here, found = {e.serial: e.num_bytes for e in events if isinstance(e, Allocated)}, set[int](), []
+    place: Place | None = Place("forward")
+    for event in events:
+        if isinstance(event, Allocated):
+            here.add(event.serial)
+            place = event.place
+        elif isinstance(event, Freed) and event.serial in sizes and event.serial not in here:
+            found.append((sizes[event.serial], place))
+    return found
+
+
+def live_in(events: Sequence[Event]) -> list[int]:
+    """Live bytes of this step, above what there is before it, when it is played again."""
+    live, sizes, found = sum(num_bytes for num_bytes, _ in gone_late(events)), dict[int, int](), list[int]()
+    late = {e.serial: e.num_bytes for e in events if isinstance(e, Allocated)}
+    for event in events:
+        if isinstance(event, Allocated):
+            sizes[event.serial] = event.num_bytes
+            live += event.num_bytes
+        elif isinstance(event, Freed):
+            live -= sizes.pop(event.serial, late.get(event.serial, 0))
+        found.append(live)
+    return found
 
 
 def made_before_the_step(events: Sequence[Event]) -> int:

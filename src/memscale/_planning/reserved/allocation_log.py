@@ -82,7 +82,15 @@ class Asked:
     num_bytes: int
 
 
-Event = Allocated | Freed | Multiplied | Emptied | Reached | Resumed | Asked
+@dataclasses.dataclass(frozen=True, slots=True)
+class LetGo:
+    """So much of the state that still leaves from the step before goes. No whole step has it: what goes is freed in its
+    place."""
+
+    num_bytes: int
+
+
+Event = Allocated | Freed | Multiplied | Emptied | Reached | Resumed | Asked | LetGo
 
 
 LogState = tuple[int, frozenset[Thread], frozenset[int]]
@@ -176,6 +184,9 @@ class AllocationLog:
 
     def ask(self, num_bytes: int) -> None:
         self._now.append(Asked(num_bytes))
+
+    def let_go(self, num_bytes: int) -> None:
+        self._now.append(LetGo(num_bytes))
 
     def resume(self, gradients: Iterable[tuple[Origin, int, int]]) -> None:
         """A later batch of the step begins; which gradients are there, the keys of their storages, and their bytes."""

@@ -26,6 +26,7 @@ from memscale._profile.optimizer_twin import Stepping, host_counters, over_param
 from memscale._torch import private
 from memscale._torch.optimizer_steps import parameters_of
 from memscale._torch.waiting_gradients import is_waiting
+from memscale.techniques.offload.optimizer.buckets import last_turns
 from memscale.techniques.optimizer8bit.blocks import CHUNK_ELEMENTS
 
 
@@ -44,6 +45,18 @@ class BucketRules:
     """How streamed parameters visit the device to be stepped; None: they are stepped on the host."""
     early_bytes: int = 0
     """The most state that is asked for before the step begins."""
+    late_bytes: int = 0
+    """The most state that still leaves when the step is over."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Beside:
+    """What a step's events have in the step that happens beside other parts of training."""
+
+    num_early: int = 0
+    """With so many allocations it begins that are made in backward already: those of state that comes early."""
+    num_late: int = 0
+    """With so many releases it ends that the next forward makes: those of state that leaves late."""
 
 
 class SteppedOptimizer:
@@ -75,21 +88,26 @@ class SteppedOptimizer:
         self._rules = rules
         self._known = {} if known is None else known
 
-    def step(self) -> int:
-        """Step once, with the gradients that there are. With so many allocations it begins that are made in backward
-        already: those of state that comes early."""
+    def step(self) -> Beside:
+        """Step once, with the gradients that there are."""
         if self._whole is not None:
             self._whole.step()
             self._forget_counters(self._whole)
-            return 0
+            return Beside()
         start, early = self._log.num_events, self._start_early()
         num_early = self._log.num_events - start
         ordered = self._in_order([bucket for bucket in self._buckets if bucket.has_gradients])
-        self._step_buckets(sorted(ordered, key=lambda bucket: bucket not in early))
+        ordered.sort(key=lambda bucket: bucket not in early)
+        late_bytes = 0 if self._rules is None else self._rules.late_bytes
+        late = [ordered[index] for index in sorted(last_turns([one.late_bytes for one in ordered], late_bytes))]
+        self._step_buckets([*(bucket for bucket in ordered if bucket not in late), *late], early, late)
         for bucket in early:
             if not bucket.has_gradients:
                 bucket.free_memory()
-        return num_early
+        start = self._log.num_events
+        for bucket in late:
+            bucket.free_memory()
+        return Beside(num_early, self._log.num_events - start)
 
     def _start_early(self) -> list[_Bucket]:
         """What is asked for in backward: see `EarlyArrivals.fetch`."""
@@ -111,7 +129,9 @@ class SteppedOptimizer:
         )
         return [buckets[index] for index in order]
 
-    def _step_buckets(self, buckets: Sequence[_Bucket]) -> None:
+    def _step_buckets(self, buckets: Sequence[_Bucket], early: Sequence[_Bucket], late: Sequence[_Bucket]) -> None:
+        """Those that are `early` make room for others, and those that are `late` keep their memory."""
+        stepped_early_bytes = 0
         self._make_tables(buckets)
         to_come, leaving = [bucket for bucket in buckets if bucket.travels], collections.deque[_Bucket]()
         for bucket in buckets:
@@ -122,13 +142,15 @@ class SteppedOptimizer:
                 to_come.remove(bucket)
             if bucket.moves:
                 _let_go(leaving, but=1)
+            stepped_early_bytes += bucket.num_bytes * (bucket in early)
             if to_come and self._prefetches and was_whole:
                 to_come[0].start()
                 to_come[0].invite()
+                _start_more(to_come[1:], [one for one in to_come if one not in early], stepped_early_bytes)
             self._step_one(bucket)
             bucket.see_off()
             bucket.park()
-            if bucket.moves:
+            if bucket.moves and bucket not in late:
                 leaving.append(bucket)
                 self._trim(leaving)
         _let_go(leaving)
@@ -276,7 +298,7 @@ class _Bucket:
         self._how = rules.stepping if guests is None else guests
         self.moves = self._how.moves and not stays
         self._stays = stays
-        self._has_guests = guests is not None
+        self.has_guests = guests is not None
         self._standing: list[torch.Tensor | None] = []
         self._weights: list[torch.Tensor] = []
         """What guests take on the device, coming, stepped or on their way out."""
@@ -300,7 +322,7 @@ class _Bucket:
                 parameter.shape,
                 parameter.stride(),
                 parameter.dtype,
-                self._has_guests or self._cut is not None or parameter.grad is not None,
+                self.has_guests or self._cut is not None or parameter.grad is not None,
             )
             for index, group in enumerate(self.optimizer.param_groups)
             for parameter in group["params"]
@@ -314,19 +336,23 @@ class _Bucket:
     @property
     def has_gradients(self) -> bool:
         parameters = parameters_of(self.optimizer) if self._cut is None else [self._cut]
-        return self._has_guests or any(parameter.grad is not None for parameter in parameters)
+        return self.has_guests or any(parameter.grad is not None for parameter in parameters)
 
     @property
     def parameter_bytes(self) -> int:
         """The bytes of the parameters that are stepped."""
         parameters = parameters_of(self.optimizer)
-        are_stepped = self._has_guests or self._cut is not None
+        are_stepped = self.has_guests or self._cut is not None
         return sum(parameter.nbytes for parameter in parameters if are_stepped or parameter.grad is not None)
 
     @property
     def travels(self) -> bool:
         """Whether anything of it comes for its step: state, guests, or gradients that wait elsewhere."""
-        return self.moves or bool(self._waiting)
+        return self.moves or self.brings_gradients
+
+    @property
+    def brings_gradients(self) -> bool:
+        return bool(self._waiting)
 
     @property
     def _waiting(self) -> list[torch.Tensor]:
@@ -343,6 +369,11 @@ class _Bucket:
     def num_bytes(self) -> int:
         """The bytes of state that wait between steps; 0 before the first."""
         return self._num_bytes
+
+    @property
+    def late_bytes(self) -> int:
+        """What of it could still leave when a step is over. Guests are at home by then."""
+        return self._num_bytes if self.moves and not self.has_guests and self._rules.stepping.prefetches else 0
 
     @property
     def memory_bytes(self) -> int:
@@ -362,11 +393,11 @@ class _Bucket:
 
     def invite(self) -> None:
         """Memory for guests and their gradients, and for gradients that wait elsewhere."""
-        if not self._has_guests and not self._coming:
+        if not self.has_guests and not self._coming:
             stepped = parameters_of(self.optimizer) if self._cut is not None else self._waiting
             for parameter in stepped if self._waiting else ():
                 self._coming.append((parameter, torch.empty_like(parameter, requires_grad=False)))
-        if self._has_guests and not self._weights:
+        if self.has_guests and not self._weights:
             for parameter in parameters_of(self.optimizer):
                 self._weights.append(torch.empty_like(parameter, requires_grad=False))
                 self._gradients.append(torch.empty_like(parameter, requires_grad=False))
@@ -380,7 +411,7 @@ class _Bucket:
         if self._cut is not None and self._cut.grad is not None and not self._coming:
             for parameter in parameters_of(self.optimizer):
                 parameter.grad = _part(self._cut.grad, parameter.shape)
-        for parameter, gradient in zip(parameters_of(self.optimizer), self._gradients, strict=self._has_guests):
+        for parameter, gradient in zip(parameters_of(self.optimizer), self._gradients, strict=self.has_guests):
             parameter.grad = gradient
 
     def see_off(self) -> None:
@@ -391,7 +422,7 @@ class _Bucket:
         if self._cut is not None:
             for parameter in parameters_of(self.optimizer):
                 parameter.grad = None
-        if self._has_guests:
+        if self.has_guests:
             for parameter in parameters_of(self.optimizer):
                 parameter.grad = None
             self._gradients = []
@@ -458,6 +489,17 @@ class _Bucket:
         if self.moves:
             self._memory = None
         self._weights = []
+
+
+def _start_more(following: Sequence[_Bucket], not_early: Sequence[_Bucket], most_bytes: int) -> None:
+    """What early state has made room for comes. See NOTE [room of early state] in adopted_optimizer.py."""
+    for bucket in following:
+        if bucket.memory_bytes or not bucket.is_laid_out:
+            continue
+        ahead_bytes = sum(one.memory_bytes for one in not_early) + bucket.num_bytes
+        if bucket.has_guests or bucket.brings_gradients or ahead_bytes > most_bytes:
+            return
+        bucket.start()
 
 
 def _let_go(leaving: collections.deque[_Bucket], but: int = 0) -> None:

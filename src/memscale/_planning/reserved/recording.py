@@ -34,12 +34,13 @@ from memscale._planning.reserved.allocation_log import (
     Asked,
     Event,
     Freed,
+    LetGo,
     Origin,
     Place,
     Resumed,
 )
 from memscale._planning.reserved.beginning import MODEL_FIRST, Beginning
-from memscale._planning.reserved.bucket_steps import BucketRules, KnownSteps, SteppedOptimizer
+from memscale._planning.reserved.bucket_steps import Beside, BucketRules, KnownSteps, SteppedOptimizer
 from memscale._planning.reserved.event_recorder import EventRecorder, LogRecorder
 from memscale._planning.reserved.known_passes import KnownPasses, Passed, gradients_of, made_again
 from memscale._planning.reserved.left_gradients import LeftGradients
@@ -68,6 +69,8 @@ class UnderPlan:
     """Whether the second step may differ from the first."""
     early: Sequence[tuple[str, int]] = ()
     """Layers before whose backward some of the optimizer's state is asked for, and how many bytes."""
+    late: Sequence[tuple[str, int]] = ()
+    """Layers before whose forward some of the state goes that still leaves from the step before, and how many bytes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,11 +114,11 @@ def record_steps(
         if names_modules:
             _watch_modules(rehearsal, recorder, undo)
         stand_ins = dict(zip(map(id, model.parameters()), rehearsal.model.parameters(), strict=True))
-        early_bytes = 0 if under.rules is None else under.rules.early_bytes
-        missing = _Missing(rehearsal, recorder, shortcuts.cuts, undo, early_bytes)
+        missing = _Missing(rehearsal, recorder, shortcuts.cuts, undo, under.rules)
         attached = None if under.attach is None else _attached(under.attach, rehearsal, recorder, undo)
         watch(rehearsal.model, under.points, log.reach, undo)
         _watch_early(rehearsal, recorder, under.early, undo)
+        _watch_late(rehearsal, recorder, under.late, undo)
         away = _leave_home(recorder, rehearsal, stand_ins, missing, were_there=not beginning.from_host)
         stepping = _optimizer_on(rehearsal, recorder, model, optimizer, stand_ins, away, under.rules, shortcuts.known)
         leaving = LeftGradients(rehearsal, recorder.events, recorder.storages) if rehearsal.leaves_gradients else None
@@ -187,6 +190,19 @@ def _watch_early(
     watch(rehearsal.model, [ReleasePoint("backward", fqn) for fqn in sizes], ask, undo)
 
 
+def _watch_late(
+    rehearsal: FakeRehearsal, recorder: EventRecorder, late: Sequence[tuple[str, int]], undo: contextlib.ExitStack
+) -> None:
+    """Let both logs say where late state goes."""
+    sizes = dict(late)
+
+    def let_go(point: ReleasePoint) -> None:
+        recorder.events.let_go(sizes[point.module_fqn])
+        recorder.storages.let_go(sizes[point.module_fqn])
+
+    watch(rehearsal.model, [ReleasePoint("forward", fqn) for fqn in sizes], let_go, undo)
+
+
 class _Lesson:
     """Tells whether what is attached has learnt something since it was attached."""
 
@@ -208,11 +224,11 @@ class _Missing:
         recorder: LogRecorder,
         cuts: Sequence[Cut],
         undo: contextlib.ExitStack,
-        early_bytes: int = 0,
+        rules: BucketRules | None = None,
     ) -> None:
-        """`early_bytes`: the most state that is asked for early, however often."""
+        """`rules` say how much state is asked for early at most, however often, and how much is late."""
         self._recorder, self._cuts, self._mode = recorder, list(cuts), rehearsal.mode
-        self._early_bytes = early_bytes
+        self._early_bytes, self.late_bytes = (0, 0) if rules is None else (rules.early_bytes, rules.late_bytes)
         self.stand_ins: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         """Parameters that are left out, by id: each with that of the block that stands for its own."""
         model = rehearsal.model
@@ -260,7 +276,7 @@ class _Missing:
         recorder = self._recorder
         passed, ended = self.put_in(recorder.storages, recorder.storage_marks, passed, ended)
         events, before = [*passed, *ended[:num_ending]], recorder.storages.before
-        return _levels(events, before, recorder.rounding_bytes, self._early_bytes)
+        return _levels(events, before, recorder.rounding_bytes, self._early_bytes, self.late_bytes)
 
 
 def _leave_home(
@@ -319,7 +335,7 @@ class _Parts:
         self._rehearsal, self._recorder, self._optimizer = rehearsal, recorder, optimizer
         self._missing, self._leaving, self._parameters = missing, leaving, parameters
         self._staying = [parameter for parameter in parameters if id(parameter) not in away]
-        self._num_early: list[int] = []
+        self._beside: list[Beside] = []
         """How many allocations of each step's optimizer are made in backward already."""
 
     def record_all(self, num_steps: int, lesson: _Lesson | None, passes: KnownPasses | None) -> list[list[Event]]:
@@ -392,11 +408,17 @@ class _Parts:
         """Whole steps, of their parts."""
         log, recorder = self._recorder.events, self._recorder
         passed, *stepped, ended = self._missing.put_in(log, recorder.marks, passed, *stepped, ended)
-        counts, self._num_early = self._num_early, []
-        return [
-            [*with_early(passed, events[:count], log.new_serial), *events[count:], *ended]
-            for events, count in zip(stepped, counts, strict=True)
-        ]
+        beside, self._beside = self._beside, []
+        return [self._with_beside(passed, *each, ended) for each in zip(stepped, beside, strict=True)]
+
+    def _with_beside(
+        self, passed: Sequence[Event], stepped: list[Event], beside: Beside, ended: Sequence[Event]
+    ) -> list[Event]:
+        """A whole step, with what its optimizer does beside forward and backward."""
+        last = len(stepped) - beside.num_late
+        early, inside, late = stepped[: beside.num_early], stepped[beside.num_early : last], stepped[last:]
+        passed = with_late(passed, stepped, late, self._missing.late_bytes)
+        return [*with_early(passed, early, self._recorder.events.new_serial), *inside, *ended]
 
     def _pass(self, held: list[Event]) -> tuple[list[torch.Tensor], torch.Tensor]:
         if self._leaving is not None:
@@ -420,11 +442,11 @@ class _Parts:
         stepped = []
         for _ in range(num_steps):
             stepped.append(self._recorder.events.begin_step())
-            self._num_early.append(0)
+            self._beside.append(Beside())
             if self._optimizer is not None:
                 alone = private.without_function_modes()
                 with self._recorder.optimizing(), self._rehearsal.values.unasked(), alone:
-                    self._num_early[-1] = self._optimizer.step()
+                    self._beside[-1] = self._optimizer.step()
         return stepped
 
 
@@ -451,7 +473,27 @@ def _stand_ins_of_outputs(rehearsal: FakeRehearsal) -> list[torch.Tensor]:
     return [torch.empty(size, dtype=torch.uint8, device=rehearsal.device_type) for size in sizes]
 
 
-# ---- state that comes early
+# ---- state that comes early, and state that leaves late
+
+
+def with_late(passed: Sequence[Event], stepped: Sequence[Event], late: Sequence[Event], late_bytes: int) -> list[Event]:
+    """Forward and backward, with these releases of the step before as soon as no more may be held; at first
+    `late_bytes` may.
+
+    A step that is played again frees what it has allocated when it was played before: see `Replay`.
+    """
+    sizes = {event.serial: event.num_bytes for event in stepped if isinstance(event, Allocated)}
+    leaving = [event for event in late if isinstance(event, Freed)]
+    held_bytes, found = sum(sizes[event.serial] for event in leaving), list[Event]()
+    for event in passed:
+        if not isinstance(event, LetGo):
+            found.append(event)
+            continue
+        late_bytes = max(0, late_bytes - event.num_bytes)  # again where the layer is computed again
+        while held_bytes > late_bytes:
+            held_bytes -= sizes[leaving[0].serial]
+            found.append(leaving.pop(0))
+    return [*found, *leaving]
 
 
 def with_early(passed: Sequence[Event], early: Sequence[Event], new_serial: Callable[[], int]) -> list[Event]:
@@ -519,10 +561,17 @@ def _record_pass(rehearsal: FakeRehearsal, recorder: LogRecorder, missing: _Miss
     return missing.levels(passed, ended, 0)
 
 
-def _levels(events: list[Event], before: list[Event], rounding_bytes: int, early_bytes: int) -> tuple[int, int]:
+def _levels(
+    events: list[Event], before: list[Event], rounding_bytes: int, early_bytes: int, late_bytes: int
+) -> tuple[int, int]:
+    """`late_bytes` are there from the step before, and are no part of the start."""
     sizes = {event.serial: event.num_bytes for event in before if isinstance(event, Allocated)}
-    live = peak = 0
+    live = peak = late_bytes
     for event in events:
+        if isinstance(event, LetGo):
+            gone_bytes = min(event.num_bytes, late_bytes)
+            late_bytes -= gone_bytes
+            live -= gone_bytes
         if isinstance(event, Asked):
             asked_bytes = min(event.num_bytes, early_bytes)
             early_bytes -= asked_bytes

@@ -1,8 +1,10 @@
 """Optimizer offload (exact): state waits on the next tier, and the user's own optimizer steps bucket by bucket.
 
-in_buckets, in_backward, on_device, early_state      records of other techniques that change the step
+in_buckets, in_backward, on_device                   records of other techniques that change the step
+early_state, late_state                              and of those by which state travels beside forward and backward
 adoption, adopted_optimizer, loaded_state            the user's optimizer, whose state waits
-buckets, bucket_transfers, guests, early_arrivals    what is stepped together, and how it comes and goes
+buckets, bucket_transfers, guests                    what is stepped together, and how it comes and goes
+early_arrivals, late_departures                      before the step begins, and when it is over
 waiting_gradients, gradient_homes                    gradients that wait between backward and the step
 backward_steps, staged_steps                         steps in backward, and how a rehearsal runs them
 separable, implementations, in_parts, resumed_steps  a step on some of the parameters, and one that goes on

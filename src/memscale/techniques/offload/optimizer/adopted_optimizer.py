@@ -20,7 +20,7 @@ import contextlib
 import dataclasses
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +37,7 @@ from memscale.techniques.offload.optimizer.buckets import (
     Choose,
     Waiting,
     choose_resident,
+    last_turns,
     lies_as,
     split_into_buckets,
     step_order,
@@ -46,6 +47,7 @@ from memscale.techniques.offload.optimizer.early_arrivals import Early, EarlyArr
 from memscale.techniques.offload.optimizer.gradient_homes import ComingGradients, has_waiting_gradients
 from memscale.techniques.offload.optimizer.guests import Guests, stand_in_part, visitors, wait_until_home
 from memscale.techniques.offload.optimizer.in_parts import BYTES_AT_ONCE
+from memscale.techniques.offload.optimizer.late_departures import LateDepartures
 from memscale.techniques.offload.optimizer.loaded_state import cast_state
 from memscale.techniques.offload.optimizer.resumed_steps import run_resumed
 from memscale.techniques.offload.optimizer.separable import (
@@ -72,8 +74,12 @@ class AdoptedOptimizer:
     loading are left alone: `state_dict()` is the optimizer's own and names the tensors that training goes on changing.
     """
 
-    def __init__(self, visits: Visits, sizes: BucketSizes, choose: Choose | None = None) -> None:
+    def __init__(
+        self, visits: Visits, sizes: BucketSizes, choose: Choose | None = None, late: LateDepartures | None = None
+    ) -> None:
+        """`late` is what may still leave when a step is over; None: nothing."""
         self.visits = visits
+        self.late = late if late is not None else LateDepartures()
         self.sizes = sizes
         self.choose = choose
         self.early = EarlyArrivals(visits)
@@ -117,6 +123,7 @@ class AdoptedOptimizer:
     def _restore(self, reference: weakref.ref[Optimizer]) -> None:
         optimizer = reference()
         self.early.drop()
+        self.late.let_go_all()
         if optimizer is None:
             return
         lost = self.visits.restore(optimizer.state, self.buckets)
@@ -259,6 +266,7 @@ class AdoptedOptimizer:
         if self._broken is not None:
             raise PartialStepError(f"an earlier step failed half-way, and no state was loaded since: {self._broken}")
         self._loading = None
+        self.late.begin_step()
         self._raise_failures("the step before was complete")
         call = StepCall(args[1:], kwargs)
         call.evaluate_closure()
@@ -278,11 +286,13 @@ class AdoptedOptimizer:
         turns = _in_order([turn for bucket in stepped for turn in _turns(bucket, optimizer.state)], travelling)
         self.early.drop_all_but(turns)
         turns.sort(key=lambda turn: not self.early.holds(*turn))  # what is there makes room for what comes
+        late = self._late_among(turns)
+        turns.sort(key=lambda turn: _key(turn) in late)
         progress, before = _Progress(len(turns)), set(optimizer.state)
         try:
             if not stepped:
                 split.run([], {}, call.args, call.kwargs)  # the counters of groups advance nevertheless
-            travel = _Travel(self.visits, optimizer.state, turns, self.early, travelling, every=every)
+            travel = _Travel(self.visits, optimizer.state, turns, self.early, self.late, late, travelling, every=every)
             for turn in turns:
                 self._step_one(optimizer, split, call, progress, turn, travel)
             travel.let_go()
@@ -325,6 +335,12 @@ class AdoptedOptimizer:
         travel.leave(coming)
         progress.end()
         self.visits.stats.num_buckets += 1
+
+    def _late_among(self, turns: Sequence[_Turn]) -> frozenset[_Key]:
+        """The turns whose state may still leave when the step is over. See NOTE [late state] in late_departures.py."""
+        if not self.visits.is_asynchronous:
+            return frozenset()
+        return frozenset(_key(turns[index]) for index in last_turns([*map(_late_bytes, turns)], self.late.room_bytes))
 
     def _is_whole(self, optimizer: Optimizer, bucket: Bucket) -> bool:
         """Whether all of the bucket's state exists, so that there is room for the next bucket beside it."""
@@ -387,6 +403,7 @@ class AdoptedOptimizer:
 
     def _after_load(self, optimizer: Optimizer) -> None:
         self.early.drop()
+        self.late.let_go_all()
         for bucket in self.buckets:
             self.visits.drop(bucket)
         self.visits.failures.clear()
@@ -456,6 +473,20 @@ class _Turn(NamedTuple):
     stretch: Stretch | None
 
 
+_Key = tuple[int, Stretch | None]
+
+
+def _key(turn: _Turn) -> _Key:
+    return id(turn.bucket), turn.stretch
+
+
+def _late_bytes(turn: _Turn) -> int:
+    """What of this turn could still leave when the step is over. Guests are at home by then, whatever their state."""
+    bucket = turn.bucket
+    is_resident = bucket.moves and not bucket.has_guests and bucket.device.type != "cpu"
+    return bucket.bytes_of(turn.stretch) if is_resident and bucket.num_bytes else 0
+
+
 def _together(parameters: list[torch.Tensor]) -> list[list[torch.Tensor]]:
     """The parameters, those that share memory with one another in one unit: operators on many tensors at once take
     turns between them, and so must a bucket."""
@@ -516,6 +547,8 @@ class _Coming:
         ahead: bool,
         early: Early | None = None,
     ) -> None:
+        self.turn = turn
+        self.was_early = early is not None
         self.bucket, self._stretch = turn
         stretch = self._stretch
         self.guests: Guests | None = None
@@ -555,6 +588,13 @@ class _Coming:
         else:
             self._visits.park(self._entries, self.bucket, state, visit)
 
+    def linger(self) -> None:
+        """Let it leave beside what comes after the step."""
+        tickets = self._cut.sent if self._cut is not None else [self.bucket.ticket]
+        for ticket in tickets:
+            if ticket is not None:
+                self._visits.transfers.linger(ticket)
+
     def let_go(self) -> None:
         """Free the memory from which it was sent."""
         if self._cut is not None:
@@ -566,9 +606,12 @@ class _Coming:
 
 
 class _Travel:
-    """The buckets that travel in one step: at most one to the device and two from it.
+    """The buckets that travel in one step: at most one to the device and two from it, beside what came early.
 
     With `every`, parameters without a gradient are stepped too.
+
+    NOTE [room of early state]: what came early needs the link no more while it is stepped, and leaves. So that the link
+    is not idle meanwhile, as many bytes of what comes behind it are asked for as early state has been stepped.
     """
 
     def __init__(
@@ -577,14 +620,19 @@ class _Travel:
         entries: Entries,
         turns: Sequence[_Turn],
         early: EarlyArrivals,
+        late: LateDepartures,
+        are_late: Collection[_Key],
         travelling: set[int],
         *,
         every: bool,
     ) -> None:
         self._visits, self._entries, self._early, self._every = visits, entries, early, every
-        self._travelling = travelling
+        self._late, self._are_late, self._travelling = late, are_late, travelling
         self._to_come = collections.deque(turn for turn in turns if id(turn.bucket) in travelling)
-        self._coming: _Coming | None = None
+        self._coming: dict[_Key, _Coming] = {}
+        self._ahead_bytes: dict[_Key, int] = {}
+        """What comes, or has come, for turns that are not stepped yet, and was not early."""
+        self._stepped_early_bytes = 0
         self._leaving: collections.deque[_Coming] = collections.deque()
 
     def take(self, turn: _Turn) -> _Coming:
@@ -592,22 +640,43 @@ class _Travel:
         if id(turn.bucket) not in self._travelling:
             return self._ask(turn, ahead=False)
         self._to_come.popleft()
-        coming, self._coming = self._coming, None
-        return coming if coming is not None else self._ask(turn, ahead=False)
+        coming = self._coming.pop(_key(turn), None)
+        coming = coming if coming is not None else self._ask(turn, ahead=False)
+        if self._ahead_bytes.pop(_key(turn), None) is None:
+            self._stepped_early_bytes += turn.bucket.bytes_of(turn.stretch) if coming.was_early else 0
+        return coming
 
     def _ask(self, turn: _Turn, *, ahead: bool) -> _Coming:
         early = self._early.take(self._entries, *turn)
         is_ahead = ahead or early is not None
+        if ahead and early is None:
+            self._ahead_bytes[_key(turn)] = turn.bucket.bytes_of(turn.stretch)
         return _Coming(self._visits, self._entries, turn, every=self._every, ahead=is_ahead, early=early)
 
     def fetch_next(self) -> None:
-        """Start fetching what travels next, unless that has been started."""
-        if self._coming is None and self._to_come and self._visits.is_asynchronous:
-            self._coming = self._ask(self._to_come[0], ahead=True)
+        """Start fetching what travels next, unless that has been started, and what there is room for behind it. See
+        NOTE [room of early state]."""
+        if not self._visits.is_asynchronous:
+            return
+        for place, turn in enumerate(self._to_come):
+            if _key(turn) in self._coming or (place and self._early.holds(*turn)):
+                continue
+            if place and not self._has_room(turn):
+                return
+            self._coming[_key(turn)] = self._ask(turn, ahead=True)
+
+    def _has_room(self, turn: _Turn) -> bool:
+        ahead_bytes = sum(self._ahead_bytes.values()) + turn.bucket.bytes_of(turn.stretch)
+        brings_more = turn.bucket.has_guests or has_waiting_gradients(turn.bucket.parameters)
+        return not brings_more and ahead_bytes <= self._stepped_early_bytes
 
     def leave(self, coming: _Coming) -> None:
         """Note that this turn was stepped and that what travels of it is being sent."""
-        if coming.bucket.moves:
+        if _key(coming.turn) in self._are_late:
+            coming.linger()
+            self._late.add(coming, _late_bytes(coming.turn))
+            self._visits.stats.num_late += 1
+        elif coming.bucket.moves:
             self._leaving.append(coming)
 
     def let_go(self, but: int = 0) -> None:

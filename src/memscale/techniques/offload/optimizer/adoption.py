@@ -32,6 +32,7 @@ from memscale._torch.overrides import undo_with
 from memscale.techniques.offload.optimizer.adopted_optimizer import AdoptedOptimizer, BucketSizes
 from memscale.techniques.offload.optimizer.bucket_transfers import OptimizerStats, Visits
 from memscale.techniques.offload.optimizer.buckets import Choose
+from memscale.techniques.offload.optimizer.late_departures import LateDepartures
 from memscale.techniques.offload.optimizer.separable import NotSeparable, check_separable, is_shadow, is_taken_over
 from memscale.techniques.offload.store.stores import Store
 from memscale.techniques.offload.transfer.transfers import Transfers
@@ -115,6 +116,8 @@ class Adoption(StepWatcher):
         self._watching = contextlib.ExitStack()
         self._has_seen_any = False
         self._early_bytes = self._most_early_bytes = 0
+        self.late = LateDepartures()
+        """State that still leaves when a step is over."""
 
     def watch(self, owner: object) -> None:
         """Watch the steps of the model's optimizers as long as the owner lives."""
@@ -152,7 +155,7 @@ class Adoption(StepWatcher):
         if choose is None and self.store is None and self.packer is not None:
             return  # 8 bits were asked for, and none of this state can be kept in 8 bits
         visits = Visits(self.store, self.transfers, self.stats, self.host_has_room)
-        adopted = AdoptedOptimizer(visits, self.sizes, choose)
+        adopted = AdoptedOptimizer(visits, self.sizes, choose, self.late)
         adopted.attach(optimizer)
         self._known[optimizer] = adopted
         self.stats.num_optimizers += 1

@@ -36,6 +36,8 @@ class OptimizerStats:
     """How many of the prefetched buckets were there in time."""
     num_early: int = 0
     """The number of buckets whose state was requested before the step began."""
+    num_late: int = 0
+    """The number of buckets whose state still left when the step was over."""
     largest_bucket_bytes: int = 0
     """The state bytes of the largest bucket; the device holds at most twice as many."""
     waiting_bytes: int = 0
@@ -334,6 +336,11 @@ class StretchVisit:
     def stream(self) -> torch.Stream | None:
         """The stream that has allocated the memory of what is coming."""
         return self._arrivals[0].stream if self._arrivals else None
+
+    @property
+    def sent(self) -> list[Ticket]:
+        """What is on its way out."""
+        return [*self._parts]
 
     def give_up(self) -> None:
         """Let go of what nobody will step."""

@@ -101,6 +101,18 @@ def step_order(sizes: Sequence[int], travels: Sequence[bool]) -> list[int]:
     return [index for _, _, index in sorted(places)]
 
 
+def last_turns(sizes: Sequence[int], limit_bytes: int) -> frozenset[int]:
+    """Return the last turns whose state, of these sizes, is no more than the limit together; 0 is none of them."""
+    found = []
+    for index in reversed(range(len(sizes))):
+        if sizes[index]:
+            limit_bytes -= sizes[index]
+            if limit_bytes < 0:
+                break
+            found.append(index)
+    return frozenset(found)
+
+
 def lies_as(parameter: torch.Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Whether these are the parameter's shape and strides; the stride of a dimension of length 1 means nothing."""
     if shape != tuple(parameter.shape):

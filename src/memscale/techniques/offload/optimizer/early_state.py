@@ -38,9 +38,9 @@ class FetchStateEarly(LayerAction):
         check_count(self, "num_bytes", minimum=1)
 
 
-def _hindrance(config: Config, hardware: Hardware) -> str:
+def hindrance(config: Config, hardware: Hardware) -> str:
     if not hardware.has_streams or not hardware.has_caching_allocator:
-        return "state comes beside backward on devices with streams and a caching allocator alone"
+        return "state comes and leaves beside the passes on devices with streams and a caching allocator alone"
     return no_next_tier(config, hardware)
 
 
@@ -88,7 +88,7 @@ EARLY_STATE = Technique(
     actions=(FetchStateEarly,),
     scope="run",
     travels=True,
-    hindrance=_hindrance,
+    hindrance=hindrance,
     option=RunOption(field="early_state", values=_values, actions=_actions, value=_value),
     step=lambda actions: {"early": _pairs(actions)},
     only_steps=True,

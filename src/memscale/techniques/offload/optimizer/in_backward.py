@@ -124,6 +124,6 @@ IN_BACKWARD = Technique(
     place=56,
     words=lambda action: "step in backward",
     outcome=lambda actions: "parameters are stepped in backward",
-    outcome_rank=36,
+    outcome_rank=37,
     reason=_reason,
 )

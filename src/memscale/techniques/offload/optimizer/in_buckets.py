@@ -91,6 +91,6 @@ BUCKETED_STEP = Technique(
     place=55,
     words=lambda action: "step in buckets",
     outcome=lambda actions: "the optimizer steps a few parameters at a time",
-    outcome_rank=35,
+    outcome_rank=36,
     reason=_reason,
 )

@@ -50,6 +50,8 @@ class Window:
         self.num_bytes = 0
         self._stats = stats
         self._sent: collections.deque[Sent] = collections.deque()
+        self._lingering: list[Sent] = []
+        """Those that may stay beside the window until somebody lets go of them."""
 
     def keep(
         self,
@@ -69,6 +71,20 @@ class Window:
         while self.num_bytes > limit_bytes:
             self._let_go(self._sent[0])
 
+    def empty(self) -> None:
+        """Let go of all of them, also of those that linger."""
+        while self._lingering:
+            self._let_go_lingering(self._lingering[0])
+        self.trim(0)
+
+    def linger(self, ticket: Ticket) -> None:
+        """Keep this one, if it is still here, beside the window: what is sent later does not push it out."""
+        sent = ticket.sent
+        if sent is not None and sent in self._sent:
+            self._sent.remove(sent)
+            self.num_bytes -= sent.num_bytes
+            self._lingering.append(sent)
+
     def drop_unneeded(self) -> None:
         """Let go of the sources whose owner is gone."""
         for sent in [one for one in self._sent if one.owner is not None and one.owner() is None]:
@@ -78,7 +94,14 @@ class Window:
         """Let go of this one, if it is still here."""
         if ticket.sent in self._sent:
             self._let_go(ticket.sent)
+        elif ticket.sent in self._lingering:
+            self._let_go_lingering(ticket.sent)
         ticket.sent = None
+
+    def _let_go_lingering(self, sent: Sent) -> None:
+        with self._stats.blocking():
+            sent.release()
+        self._lingering.remove(sent)
 
     def _let_go(self, sent: Sent) -> None:
         with self._stats.blocking():

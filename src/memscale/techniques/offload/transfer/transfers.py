@@ -196,6 +196,11 @@ class Transfers:
         with self._lock:
             self._window.release(ticket)
 
+    def linger(self, ticket: Ticket) -> None:
+        """Keep the source of what was just sent, beside the window, until `wait_sent`, `settle` or `close`."""
+        with self._lock:
+            self._window.linger(ticket)
+
     def release_unneeded(self) -> None:
         """Release the sources whose owner (`Sent.owner`) is gone, as `wait_sent` does for one."""
         if not self._process.is_here():
@@ -208,7 +213,7 @@ class Transfers:
         if not self._process.is_here():
             return
         with self._lock:
-            self._window.trim(0)
+            self._window.empty()
 
     # ------------------------------------------------------------------------------------------------------- in
 
@@ -305,7 +310,7 @@ class Transfers:
         """Block until everything sent is in the store and no thread is busy. Raise what a write raised."""
         self._process.require()
         with self._lock:
-            self._window.trim(0)
+            self._window.empty()
             writes = self._threads.finish()
             self.store.sweep()
         for job in writes:
@@ -316,7 +321,7 @@ class Transfers:
         if not self._process.is_here():
             return
         with self._lock:
-            self._window.trim(0)
+            self._window.empty()
             self._threads.close()
             self.staging.close()
 
@@ -331,7 +336,8 @@ class Transfers:
 
     @property
     def in_flight_bytes(self) -> int:
-        """The bytes of sources that are kept until they are copied. At most `window_bytes` after every call."""
+        """The bytes of sources that are kept until they are copied, but for those that linger. At most `window_bytes`
+        after every call."""
         return self._window.num_bytes
 
     def _compute(self, tensor: torch.Tensor) -> torch.Stream:
