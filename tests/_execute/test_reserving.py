@@ -233,12 +233,13 @@ def test_settings_stay_from_plan_to_plan(settings: list[str]) -> None:
 
 
 def test_it_is_said_and_saved() -> None:
-    use = AllocatorUse(SMALL_PAGES, (BACKWARD, ReleasePoint("after", "head")), 1_500_000_000)
+    use = AllocatorUse(SMALL_PAGES, (BACKWARD, ReleasePoint("after", "head")), 1_500_000_000, 20_000_000)
     plan = dataclasses.replace(
         planned(small()), allocator=use, predicted_allocated_bytes=10**9, predicted_reserved_bytes=10**9
     )
     assert Plan.from_json(plan.to_json()) == plan
     assert "unused memory goes back before the backward pass, after the forward of head" in plan.explain()
+    assert "20.0 MB of weights and optimizer state are moved together once" in plan.explain()
     assert "otherwise 1.500 GB would be reserved" in plan.explain()
 
 
