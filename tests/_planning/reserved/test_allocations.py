@@ -376,9 +376,9 @@ def test_weights_are_placed_under_the_settings_of_their_time() -> None:
     log.origins = {key: ("parameter", key) for key in range(2)}
     log.begin_step()
     before, now = AllocatorSettings(), parse_settings("expandable_segments:True,large_segment_size_mb:2")
-    sizes = {frozenset[int](): 26, frozenset({1}): 28, frozenset({0, 1}): 28}
-    for earlier, mib in sizes.items():
-        start = PlacedBefore(before, frozenset(("parameter", position) for position in earlier))
+    sizes = {frozenset({0, 1}): 26, frozenset({0}): 28, frozenset[int](): 28}
+    for later, mib in sizes.items():
+        start = PlacedBefore(before, frozenset(("parameter", position) for position in later))
         assert reserved_of(log, now, workspace_bytes=0, start=start).reserved_peak_bytes == mib * MIB
 
 

@@ -181,11 +181,11 @@ def test_which_weights_were_placed_before(teller: tuple[Teller, nn.Module, Input
     card, model, inputs = teller
     found = find_placed(AllocatorSettings(), model, inputs, "card")
     assert found is not None
-    assert found.origins == {("input", 0), ("parameter", 0), ("parameter", 1)}
-    card.is_expandable = dict.fromkeys(card.is_expandable, True)
+    assert found.since == {("parameter", 2), ("parameter", 3)}
+    card.is_expandable = dict.fromkeys(card.is_expandable, False)
     found = find_placed(AllocatorSettings(), model, inputs, "card")
     assert found is not None
-    assert not found.origins
+    assert not found.since
 
 
 def test_a_batch_in_front_of_the_model_was_there_first(teller: tuple[Teller, nn.Module, Inputs]) -> None:

@@ -240,8 +240,9 @@ class Replay:
     ) -> list[Event]:
         """Play what comes before the steps, each tensor under the settings that were in force then; what is left."""
         for event in before:
-            is_earlier = isinstance(event, Allocated) and origins.get(event.serial) in placed.origins
-            self.memory.configure(placed.settings if is_earlier else settings)
+            origin = origins.get(event.serial) if isinstance(event, Allocated) else None
+            is_later = origin is None or origin in placed.since
+            self.memory.configure(settings if is_later else placed.settings)
             self.play([event])
         return []
 

@@ -48,20 +48,22 @@ class FoundMemory:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlacedBefore:
-    """Tensors that an allocator placed while it was set otherwise. See NOTE [two starts] in allocations.py."""
+    """Tensors were placed while an allocator was set otherwise. See NOTE [two starts] in allocations.py."""
 
     settings: AllocatorSettings
-    origins: frozenset[Origin]
+    since: frozenset[Origin]
+    """What came after them, into segments that grow. What is at home now has left its place among the others."""
 
 
 def find_placed(before: AllocatorSettings, model: nn.Module, inputs: Inputs, device_type: str) -> PlacedBefore | None:
     """What was placed under the settings that were in force before a plan let segments grow; None where the allocator
-    does not tell, or nothing lies on the device."""
+    does not tell, or no weight lies on the device."""
     addresses = dict(_all_addresses(model, inputs, device_type))
-    segments = _segments_on(device_type) if addresses else None
+    is_there = any(kind == "parameter" for kind, _ in addresses)
+    segments = _segments_on(device_type) if is_there else None
     if segments is None:
         return None
-    spans = [(one.address, one.address + one.size_bytes) for one in segments if not one.is_expandable]
+    spans = [(one.address, one.address + one.size_bytes) for one in segments if one.is_expandable]
     there = (origin for origin, address in addresses.items() if any(start <= address < end for start, end in spans))
     return PlacedBefore(before, frozenset(there))
 
