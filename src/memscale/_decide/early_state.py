@@ -47,7 +47,7 @@ def early_candidates(model: CostModel, bases: Sequence[Choice]) -> Iterator[Cand
                 each = num_bytes // len(blocks)
                 if num_bytes >= max(_LEAST_BYTES, free_bytes) and each:
                     choice = base.with_run(early_state=tuple((fqn, each) for fqn in blocks))
-                    yield Candidate(choice, model.with_early(walk, choice))
+                    yield Candidate(choice, model.with_early(walk, choice, base.run))
 
 
 def room_for_early(model: CostModel, base: Choice, walk: Walk, module_fqns: Sequence[str]) -> int:

@@ -27,31 +27,55 @@ class RunCosts(NamedTuple):
     ms: float
 
 
+class _Step(NamedTuple):
+    """What the time of a step is made of, however much of the state comes early."""
+
+    works: list[StepWork]
+    at_once_ms: Any
+    """What is not stepped in buckets."""
+    on_host_ms: Any
+    """What is stepped on the host; 0: nothing is."""
+
+
 class OptimizerModel(OptimizerShares):
     """The optimizer of one profile, at one pace. What a technique does to it is said by the technique: `StateRule`."""
 
     def __init__(self, profile: Profile, pace: Pace) -> None:
         super().__init__(profile, pace)
-        self._known: dict[tuple[RunOptions, int], RunCosts] = {}
+        self._known: dict[tuple[RunOptions, int], tuple[RunCosts, _Step]] = {}
+        self._manners: dict[RunOptions, StepManner] = {}
 
     def costs_of(self, run: RunOptions, streamed_bytes: int) -> RunCosts:
         """All that a choice is judged by. Choices are many, and few of them differ in this."""
+        return self._known_of(run, streamed_bytes)[0]
+
+    def costs_with_early(self, run: RunOptions, streamed_bytes: int, early_bytes: int) -> RunCosts:
+        """The same of a run that leaves all state where it waits, with so many bytes of it that come early."""
+        costs, step = self._known_of(run, streamed_bytes)
+        return costs._replace(ms=self._ms_of(step, early_bytes))
+
+    def _known_of(self, run: RunOptions, streamed_bytes: int) -> tuple[RunCosts, _Step]:
         found = self._known.get((run, streamed_bytes))
         if found is None:
+            step = self._step(run, streamed_bytes)
             at_home_bytes, anywhere_bytes = self.bytes_away(run, streamed_bytes)
-            found = self._known[run, streamed_bytes] = RunCosts(
+            costs = RunCosts(
                 round(self.resident_bytes(run, streamed_bytes)),
                 round(self.step_bytes(run, streamed_bytes)),
                 round(at_home_bytes),
                 round(anywhere_bytes),
-                self.step_ms(run, streamed_bytes),
+                self._ms_of(step, run.early_bytes),
             )
+            found = self._known[run, streamed_bytes] = costs, step
         return found
 
     def manner(self, run: RunOptions) -> StepManner:
         """How the optimizer steps in this run."""
-        manners = (t.state.manner for t in run.techniques if t.state is not None and t.state.manner is not None)
-        return next(manners, AT_ONCE)
+        found = self._manners.get(run)
+        if found is None:
+            manners = (t.state.manner for t in run.techniques if t.state is not None and t.state.manner is not None)
+            found = self._manners[run] = next(manners, AT_ONCE)
+        return found
 
     def can_step(self, run: RunOptions) -> bool:
         """Whether at most one technique says how the optimizer steps, and the optimizer can step so."""
@@ -90,19 +114,25 @@ class OptimizerModel(OptimizerShares):
 
     def step_ms(self, run: RunOptions, streamed_bytes: Any) -> Any:
         """The step over what is on the device, and over what is streamed: there, or on the host."""
-        hardware, works = self.pace.hardware, self._works(run, streamed_bytes)
-        is_at_once = self.manner(run).work(self, run, streamed_bytes) is None
-        at_once_ms = self.manner(run).step_ms(self, run, streamed_bytes) if is_at_once else 0.0
-        on_device_ms = at_once_ms + self.works_ms(works, run.early_bytes)
-        if run.steps_on_device or hardware.host_bytes_per_s is None:
-            return on_device_ms
-        host_bytes_per_s = min(hardware.host_bytes_per_s, hardware.memory_bytes_per_s)
-        share_away = 1 - self.share_left(run, streamed_bytes)
-        return on_device_ms + share_away * self.cost(run).moved_bytes / host_bytes_per_s * 1e3
+        return self._ms_of(self._step(run, streamed_bytes), run.early_bytes)
+
+    def _ms_of(self, step: _Step, early_bytes: int) -> Any:
+        return step.at_once_ms + self.works_ms(step.works, early_bytes) + step.on_host_ms
+
+    def _step(self, run: RunOptions, streamed_bytes: Any) -> _Step:
+        hardware, manner, on_host_ms = self.pace.hardware, self.manner(run), 0.0
+        in_buckets = manner.work(self, run, streamed_bytes)
+        works = [*([] if in_buckets is None else [in_buckets]), *self._guest_works(run, streamed_bytes)]
+        at_once_ms = manner.step_ms(self, run, streamed_bytes) if in_buckets is None else 0.0
+        if not run.steps_on_device and hardware.host_bytes_per_s is not None:
+            host_bytes_per_s = min(hardware.host_bytes_per_s, hardware.memory_bytes_per_s)
+            share_away = 1 - self.share_left(run, streamed_bytes)
+            on_host_ms = share_away * self.cost(run).moved_bytes / host_bytes_per_s * 1e3
+        return _Step(works, at_once_ms, on_host_ms)
 
     def arriving_surplus(self, run: RunOptions, streamed_bytes: int) -> int:
         """How much more arrives in the step than leaves, as far as it is state: so much of it is of use early."""
-        works = self._works(run, streamed_bytes)
+        works = self._step(run, streamed_bytes).works
         coming, leaving = (sum(getattr(work.moved, name) for work in works) for name in ("in_bytes", "out_bytes"))
         surplus: int = round(min(coming - leaving, sum(self.bytes_away(run, streamed_bytes))))
         return max(0, surplus)
@@ -113,17 +143,12 @@ class OptimizerModel(OptimizerShares):
         Smaller ones shorten the first arrival, and the last step and departure; larger ones are fewer, so that the host
         has less to do for them. These are bounds: smaller ones are more, too, and larger ones take more room.
         """
-        works = self._works(run, streamed_bytes)
+        works = self._step(run, streamed_bytes).works
         now_ms = self.works_ms(works, run.early_bytes)
         smaller = [dataclasses.replace(work, turn=Turn()) for work in works]
         larger = [dataclasses.replace(work, host_ms=0.0, num_launches=0) for work in works]
         smaller_ms, larger_ms = (float(now_ms - self.works_ms(one, run.early_bytes)) for one in (smaller, larger))
         return max(0.0, smaller_ms), max(0.0, larger_ms)
-
-    def _works(self, run: RunOptions, streamed_bytes: Any) -> list[StepWork]:
-        """What is stepped in buckets."""
-        in_buckets = self.manner(run).work(self, run, streamed_bytes)
-        return [*([] if in_buckets is None else [in_buckets]), *self._guest_works(run, streamed_bytes)]
 
     def _guest_works(self, run: RunOptions, streamed_bytes: Any) -> Iterator[StepWork]:
         """The step over what visits the device for it."""

@@ -40,6 +40,7 @@ class SavedWrites:
         self._module_fqn = module_fqn
         self._ends_early = ends_early
         self._open: list[tuple[torch.Tensor, int, _Saved]] = []
+        self._nothing: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self.found = False
 
     @contextlib.contextmanager
@@ -55,7 +56,7 @@ class SavedWrites:
             self._look()
             saved = _Saved(pack(tensor))
             if not tensor.is_inference():
-                self._open.append((private.version_witness(tensor), tensor._version, saved))
+                self._open.append((self._witness(tensor), tensor._version, saved))
             return saved
 
         def look_and_unpack(saved: _Saved) -> Any:
@@ -72,7 +73,14 @@ class SavedWrites:
             if not self._ends_early:
                 self._look()
         finally:
-            self._open = []
+            self._open, self._nothing = [], {}
+
+    def _witness(self, tensor: torch.Tensor) -> torch.Tensor:
+        """One is made for every tensor that is saved; what they show is the same for many."""
+        kind = tensor.dtype, tensor.device
+        if kind not in self._nothing:
+            self._nothing[kind] = torch.empty(0, dtype=kind[0], device=kind[1])
+        return private.version_witness(tensor, self._nothing[kind])
 
     def _look(self) -> None:
         """Note which of the tensors that were saved so far have changed since."""
