@@ -103,8 +103,10 @@ class ProfileError(MemScaleError):
 class StaticProfileError(ProfileError):
     """A training step could not be rehearsed on fake tensors; the model may still train, and be observed."""
 
-    needs_values = False
-    """The forward looks at values, which fake tensors do not have: nothing is wrong with its inputs."""
+    def __init__(self, message: str, *, needs_values: bool = False) -> None:
+        super().__init__(message)
+        self.needs_values = needs_values
+        """The forward looks at values, which fake tensors do not have: nothing is wrong with its inputs."""
 
 
 class PlanError(MemScaleError):

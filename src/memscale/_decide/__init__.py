@@ -315,16 +315,37 @@ def may_be_faster_blocking(
     return any(map(could, find_candidates(blocking, baseline, eligible)))
 
 
+def has_faster(model: CostModel, eligible: Eligible, limit: float, *, is_exact: bool, reserve_bytes: int = 0) -> bool:
+    """Whether the plan for this would fit and have a slowdown below the limit, and be exact if it has to be.
+
+    An exact candidate that does is enough to know, and is mostly among the first that are found.
+    """
+    free_bytes = max(0, eligible.budget.device_bytes - reserve_bytes)
+    budget, baseline = dataclasses.replace(eligible.budget, device_bytes=free_bytes), model.evaluate(Choice())
+    if needs_optimizing(model, eligible, reserve_bytes):
+        for candidate in itertools.chain.from_iterable(_find_candidates(model, baseline, eligible)):
+            is_faster = candidate.choice.run.is_exact and slowdown(candidate, baseline) < limit
+            if is_faster and budget.admits(candidate.outcome):
+                return True
+        if is_exact:
+            return False
+    guess = decide_on(model, eligible, reserve_bytes=reserve_bytes)
+    guessed = choice_of(guess.actions, model.profile)
+    return guess.fits and guess.predicted_slowdown < limit and guessed.run.is_exact >= is_exact
+
+
 def find_candidates(model: CostModel, baseline: Outcome, eligible: Eligible) -> list[Candidate]:
     """What is eligible and no other candidate beats. It does not depend on the device's budget, so it is found once."""
     key = dataclasses.replace(eligible, budget=dataclasses.replace(eligible.budget, device_bytes=0))
     found: list[Candidate] | None = model.candidates.get(key)
     if found is None:
-        found = model.candidates[key] = _find_candidates(model, baseline, eligible)
+        parts = _find_candidates(model, baseline, eligible)
+        found = model.candidates[key] = list(itertools.chain(*parts)) or [Candidate(Choice(), baseline)]
     return found
 
 
-def _find_candidates(model: CostModel, baseline: Outcome, eligible: Eligible) -> list[Candidate]:
+def _find_candidates(model: CostModel, baseline: Outcome, eligible: Eligible) -> Iterator[list[Candidate]]:
+    """Candidates, part by part, for somebody who does not need all of them."""
     runs, budget = list(_runs(model, eligible)), eligible.budget
     found = [Candidate(Choice(), baseline)] if RunOptions() in runs else []
     for treatment in model.whole_treatments if RunOptions() in runs else ():
@@ -339,11 +360,16 @@ def _find_candidates(model: CostModel, baseline: Outcome, eligible: Eligible) ->
     found = [
         c for c in found if _gains_by_buckets(model, c) and _gains_by_rows(model, c) and _needs_its_place(c.choice)
     ]
+    yield list(found)
     for is_exact in (True, False):
         alike = [candidate for candidate in found if candidate.choice.run.is_exact == is_exact]
-        found += _with_shares(model, alike, counts_waiting=counts_waiting)
-    found += _spaced(model, eligible, found)
-    return found + _early(model, eligible, found) or [Candidate(Choice(), baseline)]
+        shared = _with_shares(model, alike, counts_waiting=counts_waiting)
+        found += shared
+        yield shared
+    spaced = _spaced(model, eligible, found)
+    found += spaced
+    yield spaced
+    yield _early(model, eligible, found)
 
 
 def _runs(model: CostModel, eligible: Eligible) -> Iterator[RunOptions]:

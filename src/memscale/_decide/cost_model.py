@@ -19,7 +19,7 @@ from typing import Any
 
 from memscale._decide.choice import Choice, Outcome, RunOptions
 from memscale._decide.link_clock import Course, Sent, held_bytes, spaced_ms
-from memscale._decide.optimizer_model import OptimizerModel
+from memscale._decide.optimizer_model import OptimizerModel, RunCosts
 from memscale._decide.step_time import Moved, Pace, smaller
 from memscale._decide.timeline import Extras, Spent, Stretch
 from memscale._hardware import Hardware
@@ -83,11 +83,21 @@ class CostModel:
         self._by_owner: dict[Treatment, dict[str, list[Segment]]] = {}
         self._first_ms: dict[Precision, tuple[float, float]] = {}
         self._sent: dict[TraceKey, dict[str, Sent]] = {}
-        self._extra: dict[tuple[str, Treatment], Extras] = {}
+        self._extra: dict[Treatment, dict[str, Extras]] = {}
+        self._rows: dict[tuple[RunOptions, Treatment | None], list[Stretch]] = {}
+        """The step by run and treatment of its blocks; None: its rest. See `_row`."""
         self.is_compiled = False
         """Whether the compiler stands around blocks, where it would trace hooks on them."""
         self.candidates: dict[object, Any] = {}
         """What searches on this model have found, by what was eligible. See `find_candidates`."""
+        self.searched: dict[object, Any] = {}
+        """What was found among the blocks, by what was asked. See `search`; windows do not matter to it."""
+
+    def with_window(self, window_bytes: int) -> CostModel:
+        """The same with windows of another size."""
+        other = CostModel(self.profile, self.hardware, overlaps=self.pace.overlaps, window_bytes=window_bytes)
+        other.is_compiled, other.searched = self.is_compiled, self.searched
+        return other
 
     def _runs(self, trace: StepTrace, *, halves: bool = False) -> tuple[list[str], list[Stretch]]:
         """The step as a sequence of blocks and what lies between them, whatever pieces that is made of."""
@@ -187,11 +197,19 @@ class CostModel:
 
     def rest(self, run: RunOptions) -> list[Stretch]:
         """The step with the rest run so; its blocks are of no meaning."""
-        return self._released(run, run.rest_key)
+        return self._row(run, None)
 
     def treated(self, run: RunOptions, treatment: Treatment) -> list[Stretch]:
         """The step with every block treated so; its rest is of no meaning."""
-        return self._released(run, run.block_key(treatment))
+        return self._row(run, treatment)
+
+    def _row(self, run: RunOptions, treatment: Treatment | None) -> list[Stretch]:
+        """Choices are many, and share these."""
+        row = self._rows.get((run, treatment))
+        if row is None:
+            key = run.rest_key if treatment is None else run.block_key(treatment)
+            row = self._rows[run, treatment] = self._released(run, key)
+        return row
 
     def _released(self, run: RunOptions, key: TraceKey) -> list[Stretch]:
         """Where parameters are stepped in backward, a stretch leaves no gradients behind, and the optimizer's
@@ -270,7 +288,7 @@ class CostModel:
         times_ms, heights = [stretch.ms for stretch in stretches], list[int]()
         total_ms = extras.ms + sum(times_ms)
         known = self.sent_by_blocks(run) if self.window_bytes else {}
-        sent = {fqn: known[fqn] for fqn, treatment in choice.blocks if treatment == OFFLOAD and fqn in known}
+        sent = {fqn: known[fqn] for fqn, one in choice.blocks if one.offloads and one == OFFLOAD and fqn in known}
         held = held_bytes(self.owners, known, list(sent), self.window_bytes)
         if sent:
             streamed = {fqn: self.blocks[fqn].param_bytes for fqn, treatment in choice.blocks if treatment.streams}
@@ -286,11 +304,12 @@ class CostModel:
 
     # ---- state that travels beside forward and backward: see the notes in early_state.py
 
-    def with_state_beside(self, walk: Walk, choice: Choice) -> Outcome:
-        """What a choice comes to that differs from this walk's by the state that comes early or leaves late."""
+    def with_state_beside(self, walk: Walk, choice: Choice, base: RunOptions) -> Outcome:
+        """What a choice comes to that differs from this walk's, with its `base` run, by the state that comes early or
+        leaves late. There are many of them, so that what the optimizer costs is not worked out anew for each."""
         live, peak, total_ms = self._beside(walk, choice)
-        in_step = live + self.optimizer.costs_of(choice.run, walk.extras.streamed_bytes).step_bytes
-        return self._outcome(choice.run, walk.extras, max(peak, in_step), total_ms)
+        costs = self.optimizer.costs_beside(base, walk.extras.streamed_bytes, choice.run)
+        return self._outcome_of(costs, choice.run, walk.extras, max(peak, live + costs.step_bytes), total_ms)
 
     def _beside(self, walk: Walk, choice: Choice) -> tuple[int, int, float]:
         """What is live in the step beside its buckets, the peak before it, and how long that takes, with the state that
@@ -360,11 +379,12 @@ class CostModel:
 
     def _stretches_under(self, choice: Choice) -> list[Stretch]:
         """The step under this choice. Blocks are many, and share their treatments: each is looked up once."""
-        run, rows = choice.run, dict[Treatment, list[Stretch]]()
+        run, last, row = choice.run, None, list[Stretch]()
         by_owner: dict[str, list[Stretch]] = {"": self.rest(run)}
         for fqn, treatment in choice.blocks:
-            row = rows.get(treatment)
-            by_owner[fqn] = row = rows[treatment] = self.treated(run, treatment) if row is None else row
+            if treatment is not last:
+                last, row = treatment, self.treated(run, treatment)
+            by_owner[fqn] = row
         kept = [] if all(owner in by_owner for owner in self.owners) else self.treated(run, KEEP)
         return [by_owner.get(owner, kept)[index] for index, owner in enumerate(self.owners)]
 
@@ -435,7 +455,13 @@ class CostModel:
         return extras.host_bytes + at_home_bytes, extras.movable_bytes + round(anywhere_bytes) - staying_bytes
 
     def _outcome(self, run: RunOptions, extras: Extras, peak_bytes: int, compute_ms: float) -> Outcome:
-        costs = self.optimizer.costs_of(run, extras.streamed_bytes)
+        return self._outcome_of(
+            self.optimizer.costs_of(run, extras.streamed_bytes), run, extras, peak_bytes, compute_ms
+        )
+
+    def _outcome_of(
+        self, costs: RunCosts, run: RunOptions, extras: Extras, peak_bytes: int, compute_ms: float
+    ) -> Outcome:
         step_ms = float(self._slowed_ms(run, compute_ms) + costs.ms)
         return Outcome(
             peak_bytes, step_ms, extras.host_bytes + costs.at_home_bytes, extras.movable_bytes + costs.anywhere_bytes
@@ -443,19 +469,23 @@ class CostModel:
 
     def _extras(self, choice: Choice) -> Extras:
         rest = self.rest_extras(choice.run)
-        static, streamed, host, movable, ms = (getattr(rest, field.name) for field in dataclasses.fields(Extras))
+        static, streamed, host = rest.static_bytes, rest.streamed_bytes, rest.host_bytes
+        movable, ms = rest.movable_bytes, rest.ms
+        last, known = KEEP, self._extra.setdefault(KEEP, {})
         for fqn, treatment in choice.blocks:
-            extra = self.extras(choice.run, fqn, treatment)
+            if treatment is not last:  # neighbours are mostly treated alike
+                last, known = treatment, self._extra.setdefault(treatment, {})
+            extra = known.get(fqn) or self.extras(choice.run, fqn, treatment)
             static, streamed = static + extra.static_bytes, streamed + extra.streamed_bytes
             host, movable, ms = host + extra.host_bytes, movable + extra.movable_bytes, ms + extra.ms
         return Extras(static, streamed, host, movable, ms)
 
     def extras(self, run: RunOptions, module_fqn: str, treatment: Treatment) -> Extras:
         """What this treatment of a block changes besides its own stretches, in any run."""
-        known = self._extra.get((module_fqn, treatment))
-        if known is None:
-            known = self._extra[module_fqn, treatment] = self._find_extras(module_fqn, treatment)
-        return known
+        known = self._extra.setdefault(treatment, {})
+        if module_fqn not in known:
+            known[module_fqn] = self._find_extras(module_fqn, treatment)
+        return known[module_fqn]
 
     def _find_extras(self, module_fqn: str, treatment: Treatment) -> Extras:
         ms = self.hooks_ms(module_fqn, treatment)

@@ -59,7 +59,7 @@ def early_candidates(model: CostModel, bases: Sequence[Choice]) -> Iterator[Cand
                 each = num_bytes // len(blocks)
                 if num_bytes >= max(_LEAST_BYTES, free_bytes) and each:
                     choice = base.with_run(early_state=tuple((fqn, each) for fqn in blocks))
-                    yield Candidate(choice, model.with_state_beside(walk, choice))
+                    yield Candidate(choice, model.with_state_beside(walk, choice, base.run))
 
 
 def _order_of(model: CostModel) -> tuple[str, ...] | None:
@@ -101,7 +101,7 @@ def late_candidates(model: CostModel, bases: Sequence[Choice]) -> Iterator[Candi
         for num_blocks, early_bytes, late_bytes in found:
             choice = _with_both(base, order[:num_blocks], early_bytes, late_bytes)
             if choice is not None:
-                yield Candidate(choice, model.with_state_beside(walk, choice))
+                yield Candidate(choice, model.with_state_beside(walk, choice, base.run))
 
 
 def _with_both(base: Choice, blocks: Sequence[str], early_bytes: int, late_bytes: int) -> Choice | None:

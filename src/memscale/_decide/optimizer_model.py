@@ -29,31 +29,55 @@ class RunCosts(NamedTuple):
     ms: float
 
 
+class _Step(NamedTuple):
+    """What the time of a step is made of, however much of the state comes early."""
+
+    works: list[StepWork]
+    at_once_ms: Any
+    """What is not stepped in buckets."""
+    on_host_ms: Any
+    """What is stepped on the host; 0: nothing is."""
+
+
 class OptimizerModel(OptimizerShares):
     """The optimizer of one profile, at one pace. What a technique does to it is said by the technique: `StateRule`."""
 
     def __init__(self, profile: Profile, pace: Pace) -> None:
         super().__init__(profile, pace)
-        self._known: dict[tuple[RunOptions, int], RunCosts] = {}
+        self._known: dict[tuple[RunOptions, int], tuple[RunCosts, _Step]] = {}
+        self._manners: dict[RunOptions, StepManner] = {}
 
     def costs_of(self, run: RunOptions, streamed_bytes: int) -> RunCosts:
         """All that a choice is judged by. Choices are many, and few of them differ in this."""
+        return self._known_of(run, streamed_bytes)[0]
+
+    def costs_beside(self, base: RunOptions, streamed_bytes: int, run: RunOptions) -> RunCosts:
+        """The costs of a run that differs from its base by the state that comes early or leaves late."""
+        costs, step = self._known_of(base, streamed_bytes)
+        return costs._replace(ms=self._ms_of(step, run, streamed_bytes))
+
+    def _known_of(self, run: RunOptions, streamed_bytes: int) -> tuple[RunCosts, _Step]:
         found = self._known.get((run, streamed_bytes))
         if found is None:
+            step = self._step(run, streamed_bytes)
             at_home_bytes, anywhere_bytes = self.bytes_away(run, streamed_bytes)
-            found = self._known[run, streamed_bytes] = RunCosts(
+            costs = RunCosts(
                 round(self.resident_bytes(run, streamed_bytes)),
                 round(self.step_bytes(run, streamed_bytes)),
                 round(at_home_bytes),
                 round(anywhere_bytes),
-                self.step_ms(run, streamed_bytes),
+                self._ms_of(step, run, streamed_bytes),
             )
+            found = self._known[run, streamed_bytes] = costs, step
         return found
 
     def manner(self, run: RunOptions) -> StepManner:
         """How the optimizer steps in this run."""
-        manners = (t.state.manner for t in run.techniques if t.state is not None and t.state.manner is not None)
-        return next(manners, AT_ONCE)
+        found = self._manners.get(run)
+        if found is None:
+            manners = (t.state.manner for t in run.techniques if t.state is not None and t.state.manner is not None)
+            found = self._manners[run] = next(manners, AT_ONCE)
+        return found
 
     def can_step(self, run: RunOptions) -> bool:
         """Whether at most one technique says how the optimizer steps, and the optimizer can step so."""
@@ -114,19 +138,26 @@ class OptimizerModel(OptimizerShares):
 
     def step_ms(self, run: RunOptions, streamed_bytes: Any) -> Any:
         """The step over what is on the device, and over what is streamed: there, or on the host."""
-        hardware, works = self.pace.hardware, self._works(run, streamed_bytes)
-        is_at_once = self.manner(run).work(self, run, streamed_bytes) is None
-        at_once_ms = self.manner(run).step_ms(self, run, streamed_bytes) if is_at_once else 0.0
-        on_device_ms = at_once_ms + self.works_ms(works, run.early_bytes, self._whole_late_bytes(run, streamed_bytes))
-        if run.steps_on_device or hardware.host_bytes_per_s is None:
-            return on_device_ms
-        host_bytes_per_s = min(hardware.host_bytes_per_s, hardware.memory_bytes_per_s)
-        share_away = 1 - self.share_left(run, streamed_bytes)
-        return on_device_ms + share_away * self.cost(run).moved_bytes / host_bytes_per_s * 1e3
+        return self._ms_of(self._step(run, streamed_bytes), run, streamed_bytes)
+
+    def _ms_of(self, step: _Step, run: RunOptions, streamed_bytes: Any) -> Any:
+        """The time of a step with what of this run's state comes early and leaves late."""
+        late_bytes = self._whole_late_bytes(run, streamed_bytes)
+        return step.at_once_ms + self.works_ms(step.works, run.early_bytes, late_bytes) + step.on_host_ms
+
+    def _step(self, run: RunOptions, streamed_bytes: Any) -> _Step:
+        hardware, manner, on_host_ms = self.pace.hardware, self.manner(run), 0.0
+        is_at_once = manner.work(self, run, streamed_bytes) is None
+        at_once_ms = manner.step_ms(self, run, streamed_bytes) if is_at_once else 0.0
+        if not run.steps_on_device and hardware.host_bytes_per_s is not None:
+            host_bytes_per_s = min(hardware.host_bytes_per_s, hardware.memory_bytes_per_s)
+            share_away = 1 - self.share_left(run, streamed_bytes)
+            on_host_ms = share_away * self.cost(run).moved_bytes / host_bytes_per_s * 1e3
+        return _Step(self._works(run, streamed_bytes), at_once_ms, on_host_ms)
 
     def arriving_surplus(self, run: RunOptions, streamed_bytes: int) -> int:
         """How much more arrives in the step than leaves, as far as it is state: so much of it is of use early."""
-        works = self._works(run, streamed_bytes)
+        works = self._step(run, streamed_bytes).works
         coming, leaving = (sum(getattr(work.moved, name) for work in works) for name in ("in_bytes", "out_bytes"))
         away_bytes = sum(self.bytes_away(run, streamed_bytes)) - self.waiting_gradient_bytes(run, streamed_bytes)
         surplus: int = round(min(coming - leaving, away_bytes))
@@ -151,7 +182,7 @@ class OptimizerModel(OptimizerShares):
         Smaller ones shorten the first arrival, and the last step and departure; larger ones are fewer, so that the host
         has less to do for them. These are bounds: smaller ones are more, too, and larger ones take more room.
         """
-        works = self._works(run, streamed_bytes)
+        works = self._step(run, streamed_bytes).works
         early_late = run.early_bytes, self._whole_late_bytes(run, streamed_bytes)
         now_ms = self.works_ms(works, *early_late)
         smaller = [dataclasses.replace(work, turn=Turn()) for work in works]

@@ -22,10 +22,16 @@ class OptimizerShares:
         self.pace = pace
         self.block_bytes = sum(layer.trainable_bytes for layer in profile.layers if layer.is_block)
         self._other_bytes = sum(layer.trainable_bytes for layer in profile.layers if not layer.is_block)
+        self._costs: dict[RunOptions, OptimizerCost] = {}
+        self._travelling: dict[tuple[int, float], tuple[OptimizerCost, int, int]] = {}
+        """See `_travelling_bytes`; by costs, which are kept here so that no other takes the id of one that is gone."""
 
     def cost(self, run: RunOptions) -> OptimizerCost:
         """The cost with nothing streamed."""
-        return self._other_cost(run) or self.profile.optimizer
+        found = self._costs.get(run)
+        if found is None:
+            found = self._costs[run] = self._other_cost(run) or self.profile.optimizer
+        return found
 
     def is_itself(self, run: RunOptions) -> bool:
         """Whether it costs what it does by itself."""
@@ -120,13 +126,12 @@ class OptimizerShares:
     def travelling_work(self, run: RunOptions, resident_share: float, share: Any) -> StepWork:
         """Bucket by bucket, with state that travels but for what stays of it."""
         cost = self.cost(run)
-        sizes, kept = cost.bucket_bytes or (cost.state_bytes,), cost.share(resident_share)
-        stays = (False,) * len(sizes) if kept is None else kept.stays
-        away = [size for size, does_stay in zip(sizes, stays, strict=True) if not does_stay]
-        num_pieces, away_bytes = cost.num_pieces or len(sizes), sum(away)
-        num_copies = 2 * num_pieces * away_bytes / max(1, sum(sizes))
+        away_bytes, whole_bytes = self._travelling_bytes(cost, resident_share)
+        sizes = cost.bucket_bytes or (cost.state_bytes,)
+        num_pieces = cost.num_pieces or len(sizes)
+        num_copies = 2 * num_pieces * away_bytes / max(1, whole_bytes)
         turn_bytes = smaller(share * away_bytes, min(away_bytes, cost.piece_bytes or max(sizes, default=0)))
-        byte_ms = self.compute_ms(cost, 1.0) / max(1, sum(sizes))
+        byte_ms = self.compute_ms(cost, 1.0) / max(1, whole_bytes)
         return StepWork(
             compute_ms=self.compute_ms(cost, share),
             num_launches=share * cost.bucket_launches,
@@ -135,3 +140,13 @@ class OptimizerShares:
             turn=Turn(turn_bytes, turn_bytes * byte_ms, turn_bytes),
             travelling_ms=share * away_bytes * byte_ms,
         )
+
+    def _travelling_bytes(self, cost: OptimizerCost, resident_share: float) -> tuple[int, int]:
+        """The bytes of buckets that travel, and of all. Choices are many, and buckets are: they are added up once."""
+        known = self._travelling.get((id(cost), resident_share))
+        if known is None:
+            sizes, kept = cost.bucket_bytes or (cost.state_bytes,), cost.share(resident_share)
+            stays = (False,) * len(sizes) if kept is None else kept.stays
+            away_bytes = sum(size for size, does_stay in zip(sizes, stays, strict=True) if not does_stay)
+            known = self._travelling[id(cost), resident_share] = cost, away_bytes, sum(sizes)
+        return known[1:]

@@ -83,8 +83,22 @@ def search(
 
     `counts_waiting` where host or disk may be what a plan fails on; `room` is what they have.
     """
-    runs = list(runs)
-    searcher = _Searcher(model, allowed, counts_waiting, len(runs), room if counts_waiting else None)
+    runs, room = tuple(runs), room if counts_waiting else None
+    key = runs, tuple(allowed), counts_waiting, room
+    if key not in model.searched:
+        model.searched[key] = _search(model, runs, allowed, counts_waiting, room)
+    found: list[Candidate] = model.searched[key]
+    return list(found)
+
+
+def _search(
+    model: CostModel,
+    runs: Sequence[RunOptions],
+    allowed: Sequence[Treatment],
+    counts_waiting: bool,
+    room: Room | None,
+) -> list[Candidate]:
+    searcher = _Searcher(model, allowed, counts_waiting, len(runs), room)
     found = [candidate for run in runs for candidate in searcher.candidates(run)]
     for is_exact in (True, False):
         found += searcher.lower([run for run in runs if run.is_exact == is_exact], found)

@@ -22,9 +22,8 @@ from __future__ import annotations
 import dataclasses
 
 from memscale._config import OptimizationMode
-from memscale._decide import decide_on, may_be_faster_blocking, needs_optimizing
+from memscale._decide import decide_on, has_faster, may_be_faster_blocking, needs_optimizing
 from memscale._decide.budget import needed_bytes
-from memscale._decide.cost_model import CostModel
 from memscale._decide.policy import Strategy
 from memscale._decide.travel import Travel, most_in_flight_bytes, wider
 from memscale._hardware import Hardware
@@ -161,16 +160,15 @@ class _Way:
         if travel is None:
             return None
         way = _Way(self._first, travel, self._strategy)
-        widened = CostModel(model.profile, model.hardware, overlaps=True, window_bytes=travel.transfers.window_bytes)
-        guess = decide_on(
-            widened,
+        promises = has_faster(
+            model.with_window(travel.transfers.window_bytes),
             way.eligible,
-            self._strategy.source,
+            plan.predicted_slowdown * (1 - _WORTH_WIDENING),
+            is_exact=_is_exact(plan),
             # What the allocator holds above what is live is taken to be the same for other plans.
             reserve_bytes=needed_bytes(plan) - plan.predicted_peak_bytes,
         )
-        promises = guess.fits and guess.predicted_slowdown < plan.predicted_slowdown * (1 - _WORTH_WIDENING)
-        return way if promises and _is_exact(guess) >= _is_exact(plan) else None
+        return way if promises else None
 
     def may_beat(self, plan: Plan, first: _Way) -> bool:
         """Whether a better plan than this could be found if transfers block, by what is known from the first way."""

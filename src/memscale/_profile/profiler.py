@@ -73,9 +73,8 @@ def open_rehearsal(
         raise _communicates(model, error) from error
     except Exception as error:  # whatever a user's model raises on fake tensors: it may still train
         logger.debug("static profiling failed", exc_info=True)
-        refusal = StaticProfileError(_refusal(model, f"on fake tensors: {quoted(error)}"))
-        refusal.needs_values = private.asks_for_values(error)
-        raise refusal from error
+        said = _refusal(model, f"on fake tensors: {quoted(error)}")
+        raise StaticProfileError(said, needs_values=private.asks_for_values(error)) from error
 
 
 def _communicates(model: nn.Module, error: Exception) -> MemScaleError:

@@ -7,6 +7,8 @@ import copy
 import dataclasses
 import gc
 import threading
+import types
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +24,8 @@ from memscale import Config
 from memscale._execute.executor import executor_of
 from memscale._plan import OffloadOptimizer, StreamParameters
 from memscale._planning.loop.observed_steps import MAX_FAILED_TRIES
+from memscale._planning.loop.plan_maker import PlanMaker
+from memscale._profile.inputs import Inputs
 from tests.models import Mlp, case, square_loss
 from tests.modes import Counting
 from tests.parity import assert_same, assert_same_training, attached_plan, seed, train
@@ -82,6 +86,27 @@ def test_training_is_the_plain_one(sampled: bool, warmup_steps: int) -> None:
     assert plan.profile_source == "empirical"
     assert not plan.provisional
     assert plan.actions
+
+
+class _Output:
+    """What a forward has when its hooks plan."""
+
+
+def test_a_refused_rehearsal_keeps_nothing_of_the_forward_around_it() -> None:
+    """Without Python's search for garbage, which may be many steps away: an output may be logits."""
+    maker: Any = types.SimpleNamespace(_observing=types.SimpleNamespace(is_needed=True))
+
+    def forward() -> weakref.ref[_Output]:
+        output = _Output()
+        with contextlib.suppress(memscale.ProfileError):
+            PlanMaker._rehearsed(maker, ByValue(), Inputs.from_sample(SAMPLE), lambda profile: None)
+        return weakref.ref(output)
+
+    gc.disable()
+    try:
+        assert forward()() is None
+    finally:
+        gc.enable()
 
 
 def test_wrapping_runs_nothing_and_changes_nothing() -> None:

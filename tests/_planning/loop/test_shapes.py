@@ -6,6 +6,7 @@ import copy
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -192,6 +193,21 @@ def test_samples_come_with_the_largest_first() -> None:
 
 
 @pytest.mark.parametrize(
+    "lengths",
+    [
+        np.array([12, 4, 12]),
+        torch.tensor([4, 12]),
+        {np.int64(4): np.int64(3), 12: 1},
+        (length for length in (4, 12)),
+        {4: 2, 12: 1, 7: 0},
+    ],
+    ids=["array", "tensor", "histogram", "generator", "zero"],
+)
+def test_lengths_of_a_dataset_are_whole_numbers_of_any_kind(lengths: Any) -> None:
+    assert [one.size(1) for one in samples_of(ids(LONG), lengths, Words())] == [12, 4]
+
+
+@pytest.mark.parametrize(
     ("sample", "lengths", "error", "words"),
     [
         ([], None, ValueError, "empty list"),
@@ -203,6 +219,9 @@ def test_samples_come_with_the_largest_first() -> None:
         (ids(4), 64, TypeError, "not 64"),
         (ids(4), "64", TypeError, "not '64'"),
         (ids(4), {4: -1}, ValueError, "cannot be -1"),
+        (ids(4), {4: 1.5}, ValueError, "cannot be 1.5"),
+        (ids(4), [True], ValueError, "has True"),
+        (ids(4), np.array([4.0]), ValueError, "4.0"),
     ],
 )
 def test_samples_that_say_nothing_are_refused(sample: Any, lengths: Any, error: type[Exception], words: str) -> None:

@@ -32,6 +32,13 @@ def test_each_bucket_has_the_plan_that_a_run_would_have() -> None:
     memscale.detach(model)
 
 
+def test_where_nothing_is_done_each_length_has_the_peak_of_its_own_plain_step() -> None:
+    found = estimate_lengths(open_job(Words(), config(2.0)), Inputs((ids(LONG),), {}), LENGTHS)
+    assert not any(row.plan and row.plan.actions for row in found.rows)
+    assert [row.planned_bytes for row in found.rows] == [row.plain_bytes for row in found.rows]
+    assert found.rows[-1].plain_bytes < found.rows[0].plain_bytes
+
+
 def test_lengths_that_do_not_fit_are_said_with_the_longest_that_does() -> None:
     tight = config(0.6)
     found = estimate_lengths(open_job(Words(), tight), Inputs((ids(LONG),), {}), {SHORT: 1, 8 * LONG: 3})

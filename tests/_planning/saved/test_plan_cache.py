@@ -335,6 +335,35 @@ def test_a_file_that_is_no_plan_is_planned_over(directory: pathlib.Path, wrapped
     assert json.loads(file.read_text())["key"] == file.stem
 
 
+def _another_module(plan: dict[str, Any]) -> None:
+    plan["rows"][0]["module_fqn"] = "elsewhere"
+
+
+def _another_peak(plan: dict[str, Any]) -> None:
+    plan["predicted_peak_bytes"] -= 1
+
+
+def _misfit(plan: dict[str, Any]) -> None:
+    plan["fits"] = False
+
+
+@pytest.mark.parametrize("change", [_another_module, _another_peak, _misfit])
+def test_a_plan_that_is_not_as_it_was_written_is_made_again(
+    directory: pathlib.Path, wrapped: Any, change: Callable[[dict[str, Any]], None]
+) -> None:
+    """It may still be read as a plan, which names what the model does not have, or promises what it does not keep."""
+    first = wrapped(small(), BATCH)
+    [file] = directory.iterdir()
+    written = file.read_text()
+    content = json.loads(written)
+    change(content["plan"])
+    file.write_text(json.dumps(content))
+    [kept] = plan_cache.kept_plans()
+    assert kept.plan is None
+    assert wrapped(small(), BATCH) == first
+    assert json.loads(file.read_text())["plan"] == json.loads(written)["plan"]
+
+
 def test_what_lies_behind_a_link_is_not_touched(directory: pathlib.Path, wrapped: Any, tmp_path: pathlib.Path) -> None:
     wrapped(small(), BATCH)
     [file] = directory.iterdir()

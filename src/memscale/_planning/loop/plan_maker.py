@@ -104,9 +104,9 @@ class PlanMaker:
 
     def _rehearsed(self, model: nn.Module, inputs: Inputs, on_profile: Callable[[Profile], None]) -> Plan:
         if self._observing.is_needed:
-            refusal = StaticProfileError(f"{type(model).__name__} could not be rehearsed before")
-            refusal.needs_values = True
-            raise refusal
+            # A variable for it would hold this frame, and by those around it the model's output, until garbage is
+            # collected.
+            raise StaticProfileError(f"{type(model).__name__} could not be rehearsed before", needs_values=True)
         return self.plans.job.rehearsed_plan(model, inputs, on_profile)
 
     def tighten(self, model: nn.Module, inputs: Inputs, budget_bytes: int, *, inside: bool) -> None:

@@ -12,6 +12,7 @@ things out of it, which takes a few rehearsals and no search.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -64,28 +65,38 @@ def samples_of(sample: Any, lengths: Lengths | None, model: nn.Module) -> list[I
 
 
 def checked_lengths(lengths: Lengths) -> set[int]:
-    """The lengths that come, each once; `TypeError` or `ValueError` where they are none."""
+    """The lengths that come, each once; `TypeError` or `ValueError` where they are none.
+
+    Numbers of NumPy and of tensors are whole numbers, too: lengths of a dataset are often in an array.
+    """
     given: object = lengths
     if isinstance(given, str) or not isinstance(given, Iterable):
         raise TypeError(f"lengths= must be whole numbers, or a histogram of them, not {lengths!r}")
-    found = set(lengths)
-    wrong = [length for length in found if not _is_count(length, 1)]
+    read = [(length, _whole(length)) for length in lengths]
+    found = {whole for _, whole in read if whole is not None and whole >= 1}
+    wrong = [length for length, whole in read if whole is None or whole < 1]
     if wrong or not found:
         what = shown(wrong[0]) if wrong else "nothing"
         raise ValueError(f"lengths= must be positive whole numbers (int), at least one of them; it has {what}")
     counts = list(lengths.values()) if isinstance(lengths, Mapping) else []
-    if wrong := [count for count in counts if not _is_count(count, 0)]:
+    if wrong := [count for count in counts if (_whole(count) or 0) < 0 or _whole(count) is None]:
         raise ValueError(f"lengths= counts how often each length comes, which cannot be {shown(wrong[0])}")
     if not isinstance(lengths, Mapping):
         return found
-    coming = {length for length, count in lengths.items() if count}
+    coming = {whole for (_, whole), count in zip(read, counts, strict=True) if whole is not None and count}
     if not coming:
         raise ValueError("lengths= counts no length at all: each of them comes 0 times")
     return coming
 
 
-def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _whole(value: object) -> int | None:
+    """The whole number that this is; None: it is none."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
 
 
 def _num_elements(inputs: Inputs) -> int:

@@ -81,6 +81,8 @@ def _row(planner: Planner, job: Job, top: int, share: float, largest: Plan | Non
     if plan is None:
         return LengthRow(top, share, plain.peak_bytes, plain.step_ms, None, None, None)
     if plan is largest:  # all of it is needed here, too
+        if not plan.actions:  # nothing is rehearsed then, and the peak that it has is that of the longest
+            plan = dataclasses.replace(plan, predicted_peak_bytes=plain.peak_bytes)
         plan = planner.confirm(plan, job.eligible)
     planned_ms = predicted_ms(planner, plan, job.eligible)
     return LengthRow(top, share, plain.peak_bytes, plain.step_ms, plan, plan.predicted_peak_bytes, planned_ms)

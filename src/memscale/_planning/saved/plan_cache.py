@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import hashlib
 import logging
 import os
 import pathlib
@@ -32,7 +33,7 @@ from memscale._profile.inputs import Inputs
 
 logger = logging.getLogger("memscale")
 
-_FORMAT = 1
+_FORMAT = 2
 _MAX_PLANS = 256
 """The oldest go first."""
 _DRIFT = 0.02
@@ -54,10 +55,7 @@ class PlanSlot:
         if not content:
             return None
         try:
-            if content.get("format") != _FORMAT or content.get("key") != self._path.stem:
-                raise ValueError("it was written by another version")
-            plan = Plan.from_json(_json.dumps(content.get("plan")))
-            return self._as_of_now(plan)
+            return self._as_of_now(_plan_in(content, self._path.stem))
         except (MemScaleError, ValueError) as error:
             logger.debug("the plan in %s is not used: %s", self._path, str(error))
             return None
@@ -80,10 +78,26 @@ class PlanSlot:
         made = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         try:
             content = {"format": _FORMAT, "key": self._path.stem, "made": made, "plan": _json.encode(plan)}
-            write_json(self._path, content)
+            write_json(self._path, {**content, "digest": _digest(content["plan"])})
             _drop_oldest(self._path.parent)
         except OSError as error:
             logger.debug("the plan cannot be kept in %s: %s", self._path, str(error))
+
+
+def _plan_in(content: dict[str, Any], key: str) -> Plan:
+    """The plan in a file for this key, as it was written; raises `MemScaleError` or `ValueError` for anything else.
+
+    A file that was changed may still be a plan: one that names other modules, or that promises what it does not keep.
+    """
+    if content.get("format") != _FORMAT or content.get("key") != key:
+        raise ValueError("it was written by another version")
+    if content.get("digest") != _digest(content.get("plan")):
+        raise ValueError("it is not as it was written")
+    return Plan.from_json(_json.dumps(content["plan"]))
+
+
+def _digest(plan: object) -> str:
+    return hashlib.sha256(_json.dumps(plan).encode()).hexdigest()
 
 
 def slot_for(job: Job, inputs: Inputs) -> PlanSlot | None:
@@ -123,7 +137,7 @@ def kept_plans() -> Iterator[KeptPlan]:
         if not content and not os.path.lexists(path):
             continue  # another process has just deleted it
         try:
-            plan = Plan.from_json(_json.dumps(content.get("plan")))
+            plan = _plan_in(content, path.stem)
         except (MemScaleError, ValueError):
             plan = None
         yield KeptPlan(path.name, found.st_size, str(content.get("made", "")), plan)

@@ -17,10 +17,13 @@ def detach_with_version(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
-def version_witness(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that shares its version counter and no memory, also when made inside a dispatch mode."""
+def version_witness(tensor: torch.Tensor, nothing: torch.Tensor | None = None) -> torch.Tensor:
+    """A tensor that shares its version counter and no memory, also when made inside a dispatch mode.
+
+    `nothing`: an empty tensor of this type and device, for somebody who needs many witnesses.
+    """
     witness = detach_with_version(tensor)
-    witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device) if nothing is None else nothing
     return witness
 
 

@@ -43,6 +43,7 @@ class SavedWrites:
         self._ends_early = ends_early
         self._silent = silent
         self._open: list[tuple[torch.Tensor, int, _Saved]] = []
+        self._nothing: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self.found = False
 
     @contextlib.contextmanager
@@ -60,7 +61,7 @@ class SavedWrites:
             if self._silent is not None:
                 self._silent.saved(tensor)
             if not tensor.is_inference():
-                self._open.append((private.version_witness(tensor), tensor._version, saved))
+                self._open.append((self._witness(tensor), tensor._version, saved))
             return saved
 
         def look_and_unpack(saved: _Saved) -> Any:
@@ -79,7 +80,14 @@ class SavedWrites:
             if self._silent is not None:
                 self._silent.refuse()
         finally:
-            self._open = []
+            self._open, self._nothing = [], {}
+
+    def _witness(self, tensor: torch.Tensor) -> torch.Tensor:
+        """One is made for every tensor that is saved; what they show is the same for many."""
+        kind = tensor.dtype, tensor.device
+        if kind not in self._nothing:
+            self._nothing[kind] = torch.empty(0, dtype=kind[0], device=kind[1])
+        return private.version_witness(tensor, self._nothing[kind])
 
     def _look(self) -> None:
         """Note which of the tensors that were saved so far have changed since."""
