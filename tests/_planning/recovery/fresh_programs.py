@@ -98,7 +98,7 @@ def storage_filled_by_the_forward(session: Session) -> Any:
         return x
 
     model = around(change)
-    model.register_buffer("shift", torch.zeros(16, 128))
+    model.register_buffer("shift", torch.zeros(8, 16))
     model = session.wrap(model)
     return session.train(model), model.shift.cpu()
 
@@ -106,7 +106,7 @@ def storage_filled_by_the_forward(session: Session) -> Any:
 @program
 def storage_of_a_weight_copied_over(session: Session) -> Any:
     def change(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        self.first.weight.untyped_storage().copy_(self.blocks[0][0].weight[:16].contiguous().untyped_storage())
+        self.first.weight.untyped_storage().copy_(self.blocks[0][0].weight[:16].clone().untyped_storage())
         return x
 
     return trained(session, change)[0]
