@@ -1,31 +1,37 @@
 """Which ordinary models survive running out of memory, and what is said where one does not?
 
-    python -m benchmarks.recovered [--models NAME ...] [--setting default|None|True] [--every 10] [--json FILE]
+    python -m benchmarks.recovered [--models NAME ...] [--setting default|None|True] [--every 10] [--blocks N]
+        [--json FILE]
 
 Each model is trained on the simulated device in a process of its own, so that whatever its libraries fill in when they
 are first used is empty: two batches a step whose gradients are added up, clipping, AdamW, a schedule. In each step one
 allocation fails: at first one of the very first forward and one of the second step, then the first of a step, the
 eleventh and so on (`--every`), until a step is over before. A step that is refused is done again by the loop, from the
-same weights, as loops do. A plain twin trains afterwards; losses, weights and buffers must be the same bits at the end,
-whatever happened.
+same weights, as loops do. A plain twin trains afterwards; losses, weights, buffers, the optimizer's state with its
+counters, and the random states must be the same bits at the end, whatever happened. `--blocks 1` leaves one block in
+each list of blocks, so that a step has fewer allocations.
 
-Shown are how many steps failed, how many of them were recovered, and with which sentence the others were refused. Exits
-with 1 where training was not the same, or an error came that does not say why the step was not run again.
+Shown are how many steps failed, how many of them were recovered, and with which sentence the others were refused, or
+that the loop's own computing failed (`loop`). Exits with 1 where training was not the same, or an error came that does
+not say why the step was not run again.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import functools
+import gc
 import hashlib
 import json
 import logging
 import multiprocessing
 import pathlib
+import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -159,6 +165,15 @@ def _square(output: Any) -> torch.Tensor:
     return loss
 
 
+def shortened(model: nn.Module, blocks: int | None) -> nn.Module:
+    """The model with so many blocks in each list of more, which are all alike."""
+    for part in [*model.modules()] if blocks is not None else []:
+        for name, child in [*part.named_children()]:
+            if type(child) is nn.ModuleList and len({type(each) for each in child}) == 1:
+                setattr(part, name, child[:blocks])
+    return model
+
+
 def cases() -> dict[str, Case]:
     """The models by name."""
     text = case("llama")
@@ -168,8 +183,9 @@ def cases() -> dict[str, Case]:
         Case("vision transformer of plain PyTorch", ImageTransformer, _images, _square),
         Case("UNet2DModel of diffusers", _unet, _noisy, _square),
     )
-    names = ("gpt2", "bert", "llama", "t5", "vit", "transformer encoder", "resnet", "lora llama")
-    return {each.name: each for each in (*map(case, names), *ours)}
+    names = ("mlp", "gpt2", "bert", "llama", "t5", "vit", "transformer encoder", "resnet", "lora llama")
+    found = {each.name: each for each in (*map(case, names), *ours)}
+    return {**found, **{name: found[each] for name, (each, _) in LOOPS.items()}}
 
 
 # ---- one training
@@ -180,7 +196,7 @@ class Outcome:
     """What one training saw."""
 
     digest: str
-    """Of losses, weights and buffers."""
+    """Of losses, weights, buffers, the optimizer's state and the random states."""
     num_failed: int
     num_recovered: int
     refusals: dict[str, int]
@@ -189,7 +205,7 @@ class Outcome:
     """Errors that do not say why the step was not run again."""
 
 
-class _Allocation:
+class FailingAllocation:
     """Fails once in a step."""
 
     def __init__(self, nth: int | None) -> None:
@@ -210,16 +226,18 @@ class _Allocation:
 class Loop:
     """The user's loop."""
 
-    def __init__(self, entry: Case, wishes: dict[str, Any] | None) -> None:
+    def __init__(self, entry: Case, wishes: dict[str, Any] | None, blocks: int | None = None) -> None:
         self.entry = entry
         torch.manual_seed(1)
-        self.model = entry.build().to(DEVICE).train()
+        random.seed(1)
+        self.model = shortened(entry.build(), blocks).to(DEVICE).train()
         if wishes is not None:
             config = memscale.Config(enable_logging=False, mode=memscale.OptimizationMode.CONSERVATIVE, **wishes)
             memscale.wrap(self.model, config, self.batch(0))
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-3)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + 0.1 * step))
         self.losses: list[torch.Tensor] = []
+        self.is_in_model = False
         self.refusals: collections.Counter[str] = collections.Counter()
         self.strange: list[str] = []
         self.num_failed = self.num_refused = 0
@@ -231,25 +249,44 @@ class Loop:
 
     def step(self, number: int, nth: int | None = None) -> None:
         batches = {part: self.batch(part) for part in range(PARTS * number, PARTS * (number + 1))}
-        failing = _Allocation(nth)
+        failing = FailingAllocation(nth)
         for part, batch in batches.items():
             self._again_where_refused(functools.partial(self._pass, batch, part), failing)
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        self._plainly(lambda: nn.utils.clip_grad_norm_(trained, 1.0), failing)
-        self._again_where_refused(self.optimizer.step, failing)
+        self.apply(failing)
         self.schedule.step()
         self.optimizer.zero_grad()
         self.num_failed += failing.disarm()
 
+    def apply(self, failing: FailingAllocation) -> None:
+        """The gradients are clipped, and the optimizer steps."""
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self._plainly(lambda: nn.utils.clip_grad_norm_(trained, 1.0), failing)
+        self._again_where_refused(self.optimizer.step, failing)
+
     def _pass(self, batch: dict[str, Any], part: int) -> None:
         torch.manual_seed(part)
-        loss = self.entry.loss(self.model(**batch)) / PARTS
-        loss.backward()
+        with self._in_model():
+            output = self.model(**batch)
+        loss = self.scaled(self.entry.loss(output) / PARTS)
+        del output
+        with self._in_model():
+            loss.backward()
         self.losses.append(loss.detach().cpu())
 
-    def _again_where_refused(self, run: Callable[[], Any], failing: _Allocation) -> None:
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss that is sent back."""
+        return loss
+
+    @contextlib.contextmanager
+    def _in_model(self) -> Iterator[None]:
+        self.is_in_model = True
+        yield
+        self.is_in_model = False
+
+    def _again_where_refused(self, run: Callable[[], Any], failing: FailingAllocation) -> None:
         gradients = [(p, None if p.grad is None else p.grad.cpu()) for p in self.model.parameters()]
         buffers = [(value, value.cpu()) for value in self.model.buffers()]
+        self.is_in_model = False
         try:
             run()
         except torch.OutOfMemoryError as error:
@@ -263,7 +300,7 @@ class Loop:
             value.copy_(before)
         run()
 
-    def _plainly(self, run: Callable[[], Any], failing: _Allocation) -> None:
+    def _plainly(self, run: Callable[[], Any], failing: FailingAllocation) -> None:
         """What is the loop's own fails as it does without MemScale."""
         try:
             run()
@@ -271,17 +308,20 @@ class Loop:
             failing.disarm()
             run()
 
-    def _note(self, said: str, failing: _Allocation) -> None:
+    def _note(self, said: str, failing: FailingAllocation) -> None:
         self.num_failed += failing.disarm()
         self.num_refused += 1
         reason = said.partition("is not run again after this failure in ")[2].partition(";")[0]
-        if reason:
-            self.refusals[reason] += 1
+        if reason or not self.is_in_model:
+            self.refusals[reason or "loop"] += 1
         else:
             self.strange.append(said)
 
     def outcome(self) -> Outcome:
-        found = [*self.losses, *(value.detach().cpu() for value in self.model.state_dict().values())]
+        counters = [value for entry in self.optimizer.state.values() for value in entry.values()]
+        found = [*self.losses, *(value.detach().cpu() for value in (*self.model.state_dict().values(), *counters))]
+        found += [torch.get_rng_state(), torch.get_device_module(DEVICE).get_rng_state(torch.device(DEVICE)).cpu()]
+        found.append(torch.tensor([random.random(), len(self.optimizer.state)]))
         digest = hashlib.sha256(
             b"".join(each.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() for each in found)
         )
@@ -289,15 +329,63 @@ class Loop:
         return Outcome(digest.hexdigest(), self.num_failed, recovered, dict(self.refusals), self.strange)
 
 
+class ScaledLoop(Loop):
+    """With a `GradScaler`, whose scale grows; the loss is read for a log in every step."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._scaler = torch.amp.GradScaler("simgpu", init_scale=256.0, growth_interval=2)
+        self._scaler.scale(torch.ones((), device=DEVICE))  # makes its own tensors
+        self._latest = 0.0
+        self._logged: list[float] = []
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        self._latest = loss.item()
+        return self._scaler.scale(loss)
+
+    def _pass(self, batch: dict[str, Any], part: int) -> None:
+        super()._pass(batch, part)
+        self._logged.append(self._latest)  # once, also for a pass that was done again
+
+    def apply(self, failing: FailingAllocation) -> None:
+        self.num_failed += failing.disarm()  # what follows looks for infinities, and is the scaler's
+        self._scaler.unscale_(self.optimizer)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._scaler.step(self.optimizer)
+        self._scaler.update()
+
+    def outcome(self) -> Outcome:
+        self.losses.append(torch.tensor([*self._logged, self._scaler.get_scale()]))
+        return super().outcome()
+
+
+class LoggingLoop(Loop):
+    """Prints `loss.item()` and the norm of its gradients to a list in every step."""
+
+    def _pass(self, batch: dict[str, Any], part: int) -> None:
+        super()._pass(batch, part)
+        self.losses.append(torch.tensor(self.losses[-1].item() * 2))
+
+
+LOOPS: dict[str, tuple[str, type[Loop]]] = {
+    "mlp, GradScaler": ("mlp", ScaledLoop),
+    "mlp, losses logged": ("mlp", LoggingLoop),
+}
+"""Other loops: the model, and how it is trained."""
+
+
 # ---- all of them
 
 
-def train(name: str, setting: str, every: int) -> dict[str, Any]:
+def train(name: str, setting: str, every: int, blocks: int | None) -> dict[str, Any]:
     """One row: a training with failures, and then a plain twin."""
     import simgpu  # noqa: F401
 
     logging.getLogger("memscale").setLevel(logging.ERROR)
-    loop = Loop(cases()[name], SETTINGS[setting])
+    gc.collect()
+    gc.freeze()  # whoever looks for living optimizers need not look through all that was imported, in every step
+    kind = LOOPS[name][1] if name in LOOPS else Loop
+    loop = kind(cases()[name], SETTINGS[setting], blocks)
     for number, nth in enumerate(EARLY):
         loop.step(number, nth)
     num_steps, nth, has_failed = len(EARLY), 1, True
@@ -308,7 +396,7 @@ def train(name: str, setting: str, every: int) -> dict[str, Any]:
         num_steps, nth = num_steps + 1, nth + every
     found = loop.outcome()
     memscale.detach(loop.model)
-    plain = Loop(cases()[name], None)
+    plain = kind(cases()[name], None, blocks)
     for number in range(num_steps):
         plain.step(number)
     return {
@@ -319,11 +407,11 @@ def train(name: str, setting: str, every: int) -> dict[str, Any]:
     }
 
 
-def _in_process(name: str, setting: str, every: int) -> dict[str, Any]:
+def _in_process(name: str, setting: str, every: int, blocks: int | None) -> dict[str, Any]:
     """In a process of its own, in which no model has run."""
     context = multiprocessing.get_context("fork")  # with what is imported already: that takes longer than the training
     receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=lambda: sending.send(train(name, setting, every)))
+    process = context.Process(target=lambda: sending.send(train(name, setting, every, blocks)))
     process.start()
     sending.close()
     try:
@@ -340,11 +428,12 @@ def main() -> int:
     parser.add_argument("--models", nargs="+", choices=[*cases()], default=[*cases()], metavar="NAME")
     parser.add_argument("--setting", choices=[*SETTINGS], default="default")
     parser.add_argument("--every", type=int, default=10)
+    parser.add_argument("--blocks", type=int)
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     rows = []
     for name in options.models:
-        rows.append(_in_process(name, options.setting, options.every))
+        rows.append(_in_process(name, options.setting, options.every, options.blocks))
         print(json.dumps(rows[-1]), flush=True)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")

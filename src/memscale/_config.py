@@ -179,7 +179,7 @@ class Config:
     recover_from_oom: bool | None = False
     """Where a training step runs out of device memory, tighten the plan and run the batch once more, where that is
     exact; else the error says why not: docs/guides/out_of_memory.md. None: models of plain code alone, which can be
-    seen to keep nothing; True: also those whose state can be compared and put back."""
+    seen to keep nothing; True: also those whose state can be compared and put back; False: never."""
     warmup_steps: int = 2
     """Training steps that are observed under a careful plan before the plan is made from them; at least one is."""
     enable_logging: bool = True

@@ -74,7 +74,7 @@ def test_an_unknown_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_overhead_prints_its_bars(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    result = overhead.Result(400.0, 12.0, 34.0, 1.01, 1.02, 1.03, 0.002, 0.1)
+    result = overhead.Result(400.0, 12.0, 34.0, 1.01, 1.02, 1.03, 1.04, 1.5, 1.005, 0.002, 0.1)
     monkeypatch.setattr(overhead, "run", lambda repetitions: result)
     assert overhead.main([]) == 0
     text = capsys.readouterr().out
@@ -87,9 +87,10 @@ def test_overhead_prints_its_bars(capsys: pytest.CaptureFixture[str], monkeypatc
 @pytest.mark.parametrize(
     "missed",
     [
-        overhead.Result(1, 101.0, 1, 1, 1, 1, 0, 0),
-        overhead.Result(1, 1, 101.0, 1, 1, 1, 0, 0),
-        overhead.Result(1, 1, 1, 1, 1, 1, 0.4, 0),
+        overhead.Result(1, 101.0, 1, 1, 1, 1, 1, 1, 1, 0, 0),
+        overhead.Result(1, 1, 101.0, 1, 1, 1, 1, 1, 1, 0, 0),
+        overhead.Result(1, 1, 1, 1, 1, 1, 1, 1, 1, 0.4, 0),
+        overhead.Result(1, 1, 1, 1, 1, 1, 1, 1, 1.02, 0, 0),
     ],
 )
 def test_overhead_fails_when_a_bar_is_missed(missed: overhead.Result, monkeypatch: pytest.MonkeyPatch) -> None:

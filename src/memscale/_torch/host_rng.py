@@ -60,12 +60,16 @@ class Fingerprint:
 class HostRng:
     """The random state of one moment."""
 
-    __slots__ = ("_numpy", "_python")
+    __slots__ = ("_numpy", "_taken")
 
     def __init__(self, python: PythonState | None = None) -> None:
         """Take the state of now; of Python's generator, an earlier one if it is given."""
-        self._python = python or random.getstate()
+        self._taken = Fingerprint() if python is None else python
         self._numpy = _numpy_state()
+
+    @property
+    def _python(self) -> PythonState:
+        return self._taken.python_state() if isinstance(self._taken, Fingerprint) else self._taken
 
     def moved(self) -> bool:
         """Whether somebody has drawn since that moment."""

@@ -10,6 +10,12 @@ import torch
 from memscale._torch.host_rng import Fingerprint, HostRng
 
 
+def is_recorded(device: torch.device) -> bool:
+    """Whether the device's work is recorded now, to be replayed as a graph: random states cannot be read then."""
+    asks = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return asks is not None and bool(asks())
+
+
 class Draws:
     """Tells whether somebody has drawn a random number since it was made, for some microseconds."""
 

@@ -56,9 +56,33 @@ def refusal(model: nn.Module, ids: torch.Tensor) -> str:
     return str(caught.value)
 
 
-def test_it_is_asked_for() -> None:
+def test_models_that_may_keep_something_are_repeated_only_where_that_is_asked_for(simgpu_device: Any) -> None:
     """State can hide where nobody looks, and a training must not change in silence."""
     assert not memscale.Config().recover_from_oom
+    seed(1)
+    model, ids = Keeping().to(DEVICE), tokens(0, SHAPE)
+    model.kept = []
+    config = memscale.Config(enable_logging=False, recover_from_oom=None, mode="conservative")
+    memscale.wrap(model, config, ids)
+    assert "only models of plain code are run again, and Keeping.kept is an object of list" in refusal(model, ids)
+    memscale.detach(model)
+
+
+def test_a_step_that_is_recorded_into_a_graph_is_left_alone(
+    simgpu_device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody may read random states then."""
+    model, ids = wrapped()
+    module = torch.get_device_module(DEVICE)
+
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("random states are not read while a graph is recorded")
+
+    monkeypatch.setattr(module, "is_current_stream_capturing", lambda: True, raising=False)
+    monkeypatch.setattr(module, "get_rng_state", refuse)
+    model(ids).backward()
+    monkeypatch.undo()
+    memscale.detach(model)
 
 
 def test_a_large_list_is_not_copied_in_a_step(simgpu_device: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from memscale._planning.recovery.plain_code import PlainModel
 from memscale._planning.recovery.watched_run import NotComparable
 
 KEPT: list[int] = []
+append = KEPT.append
 
 
 class Model(nn.Module):
@@ -54,7 +56,7 @@ def test_models_of_plain_code_are_taken() -> None:
         nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU()),
         nn.TransformerEncoderLayer(8, 2, 16),
         Model(lambda self, x: x * self.settings.scale, settings=types.SimpleNamespace(scale=2.0)),
-        Model(lambda self, x: F.gelu(x) * 0.5),
+        Model(lambda self, x: F.gelu(x) * (0.5 if torch.version.xpu is None else 1)),
         Model(lambda self, x: x * x.new_empty(4).bernoulli_(0.5)),
     ):
         PlainModel(model)
@@ -122,6 +124,15 @@ REFUSED = {
     "names that are made up": (lambda: Model(lambda self, x: getattr(self, str(x.shape))(x)), "getattr"),
     "settings that answer": (lambda: Model(lambda self, x: x * self.s.a, s=Answering()), "__getattr__"),
     "module that is called otherwise": (lambda: Model(lambda self, x: self.part(x), part=Called()), "__call__"),
+    "module in PyTorch's": (lambda: Model(lambda self, x: x * len(torch.os.environ)), "torch.os.environ"),
+    "function of a module in PyTorch's": (
+        lambda: Model(lambda self, x: x * torch.sys.getrecursionlimit()),
+        "torch.sys.getrecursionlimit",
+    ),
+    "function of the interpreter": (lambda: Model(lambda self, x: x * perf_counter()), "uses perf_counter"),
+    "method of a list": (lambda: Model(lambda self, x: append(x) or x), "uses append"),
+    "PyTorch's module as a value": (lambda: Model(lambda self, x: (torch.nn, x)[1]), "no function of PyTorch"),
+    "operator of others": (lambda: Model(lambda self, x: torch.ops.others.add(x)), "torch.ops.others.add"),
     "print": (lambda: Model(lambda self, x: print(x) or x), "uses print"),
 }
 KEPT_TENSOR = torch.ones(4)

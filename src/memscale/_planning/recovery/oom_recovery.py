@@ -75,7 +75,7 @@ from memscale._planning.recovery.steps_beside import MOST_NOTED, StepsBeside, Ta
 from memscale._planning.recovery.watched_run import NotComparable
 from memscale._profile.inputs import Inputs
 from memscale._torch import private
-from memscale._torch.moment import Draws, Moment
+from memscale._torch.moment import Draws, Moment, is_recorded
 from memscale._torch.optimizer_steps import living_optimizers, owns_any
 from memscale._torch.overrides import ForwardOverride, MethodOverride, OwnHook
 from memscale._torch.snapshots import num_elements_in
@@ -159,11 +159,11 @@ class Recovery:
             self._raw = (args, kwargs) if self._repeats(model) else None
 
     def _repeats(self, model: nn.Module) -> bool:
-        """Whether this is a training forward on a device that holds to a plan."""
+        """Whether this is a training forward on a device that holds to a plan, and that runs what it is given."""
         if torch.compiler.is_compiling() or private.inside_functional_transform() or private.graph_task_id() >= 0:
             return False
         is_training = model.training and torch.is_grad_enabled()
-        return is_training and any(device.type != "cpu" for device in self.devices())
+        return is_training and any(device.type != "cpu" and not is_recorded(device) for device in self.devices())
 
     def run(self, module: nn.Module, inner: Callable[[], Callable[..., Any]], args: Any, kwargs: Any) -> Any:
         raw, self._raw = self._raw, None
@@ -298,10 +298,9 @@ class Recovery:
             step.problem = "an input of the model needs a gradient itself"
         if step.has_changed:
             step.problem = "the forward wrote to its input"
-        model = self._executor.model
         self._beside.after(step.taken)
         step.note_inputs()
-        step.attributes = Attributes(model, step.memory.layout)
+        step.attributes = Attributes(self._executor.model, step.memory)
         self._step = step
         num_elements = num_elements_in(step.memory.attributes.values(), MOST_NOTED)
         if num_elements > MOST_NOTED:
@@ -317,7 +316,9 @@ class Recovery:
         if step.trains_others:
             raise NotRepeatable("which parameters of the model need gradients was changed after its forward began")
         if step.attributes is not None and step.attributes.are_other:
-            raise NotRepeatable("an attribute of the model, or of one of its parts, was changed after its forward")
+            raise NotRepeatable(
+                "an attribute of the model, or of one of its parts, was changed by its forward or after it"
+            )
         if not torch.is_grad_enabled() or not step.memory.layout.has_the_parts_of(Layout(model)):
             raise NotRepeatable("the forward changed which parts the model has, or whether gradients are computed")
         gc.collect()
@@ -418,9 +419,7 @@ class Recovery:
         """A backward begins: which gradients are there, and as they are."""
         step = self._step
         if step is not None and not self._is_again:
-            found = step.memory.values[step.memory.layout.parameters]
-            parameters = [p for p in found if p is not None and p.requires_grad and p.is_leaf]
-            step.before = {id(p): (p.grad, 0 if p.grad is None else p.grad._version) for p in parameters}
+            step.note_gradients()
             step.draws = Draws(*self.devices())
 
     def end(self) -> None:

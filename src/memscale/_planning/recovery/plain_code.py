@@ -36,6 +36,7 @@ from memscale._planning.recovery.watched_run import OURS, NotComparable, name_of
 from memscale._torch import harmless, private
 from memscale._torch.entries import is_own, is_special
 from memscale._torch.overrides import OWN_ATTRIBUTES, MethodOverride
+from memscale._torch.snapshots import ABSENT
 
 LIBRARIES = frozenset({"transformers", "diffusers", "peft", "huggingface_hub"})
 """Libraries whose models are tried with failing steps (tests/_planning/recovery/loop_programs.py)."""
@@ -197,7 +198,10 @@ class PlainModel:
                 self._verify_code(inner, name, is_inner=True)
 
     def _verify_globals(self, code: types.CodeType, namespace: Mapping[str, Any], name: str) -> None:
-        for each in uses_of(code).globals:
+        uses = uses_of(code)
+        for chain in uses.chains:
+            self._verify_chain(namespace.get(chain[0]), chain, name)
+        for each in uses.globals:
             if each in namespace:
                 self._verify_value(namespace[each], f"{name} uses {each}, which")
             elif each not in _BUILTINS or not hasattr(builtins, each):
@@ -205,6 +209,20 @@ class PlainModel:
         for inner in code.co_consts:
             if isinstance(inner, types.CodeType):
                 self._verify_globals(inner, namespace, name)
+
+    def _verify_chain(self, place: Any, chain: tuple[str, ...], name: str) -> None:
+        """What is read through PyTorch's modules, by names that follow each other: it may lead out of them again
+        (`torch.os.environ`), and somebody may have hung something there."""
+        if not isinstance(place, types.ModuleType) or not _is_of_pytorch(place):
+            return
+        for attribute in chain[1:]:
+            if not isinstance(place, types.ModuleType):
+                return
+            place = getattr(place, attribute, ABSENT)
+        if isinstance(place, types.ModuleType) or place is ABSENT:
+            _refuse(f"{name} uses {'.'.join(chain)}, which is no function of PyTorch")
+        if not _is_shipped_with_pytorch(place):
+            self._verify_value(place, f"{name} uses {'.'.join(chain)}, which")
 
     def _follow_names(self) -> None:
         """What the names in the code lead to, until nothing is new."""
@@ -240,8 +258,7 @@ class PlainModel:
         elif isinstance(value, property):
             self._verify_function(value.fget, name)
         elif isinstance(value, types.BuiltinFunctionType):
-            if not (value.__self__ is None or isinstance(value.__self__, types.ModuleType)):
-                _refuse(f"{name} is a method of an object")
+            _refuse_unless(_is_shipped_with_pytorch(value), f"{name} is no function of PyTorch")
         elif kind is tuple or kind is frozenset:
             for each in value:
                 self._verify_value(each, name)
@@ -250,7 +267,7 @@ class PlainModel:
         elif isinstance(value, type):
             if is_own(value.__module__) and value.__module__.partition(".")[0] not in LIBRARIES:
                 _refuse(f"{name} is a class of its own")
-        elif kind.__module__ == "torch._ops" or kind.__module__.partition(".")[0] in OURS:
+        elif kind.__module__.partition(".")[0] in OURS or harmless.is_harmless_operator(value):
             return
         else:
             self._verify_settings(value, name)
@@ -279,6 +296,20 @@ class PlainModel:
                 if is_own(base.__module__):
                     _refuse_class(base)
         self._hold(value, vars(value), kind)
+
+
+def _is_of_pytorch(module: types.ModuleType) -> bool:
+    return module.__name__.partition(".")[0] == "torch"
+
+
+def _is_shipped_with_pytorch(value: Any) -> bool:
+    """Whether it is a function or a class of its own; what else hangs on its modules is looked at like anything."""
+    if isinstance(value, types.FunctionType):
+        return is_shipped(value.__code__, value.__globals__)
+    if isinstance(value, types.BuiltinFunctionType):
+        owner = value.__self__ if isinstance(value.__self__, type | types.ModuleType) else type(value.__self__)
+        return str(value.__module__ or getattr(owner, "__module__", "")).partition(".")[0] in ("torch", "math")
+    return isinstance(value, type) and value.__module__.partition(".")[0] == "torch"
 
 
 def _refuse_unless(is_fine: bool, what: str) -> None:

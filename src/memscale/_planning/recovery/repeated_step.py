@@ -35,17 +35,24 @@ _PLAIN = (torch.Tensor, int, float, complex, str, bytes, type(None), torch.dtype
 
 
 class Attributes:
-    """Which objects a model and its parts had as attributes at one moment, and the versions of its buffers.
+    """Which objects a model and its parts had as attributes when a forward was over, and the versions of its buffers.
 
     What those objects hold is compared when a step has failed, with what they held at an earlier look
     (steps_beside.py): copying it here would take a time in every step that grows with what the user keeps there.
+    Where the forward is known to replace no attribute, they are what they were before it, and are not read again.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout) -> None:
-        values = layout.read()
-        if values is None:  # the forward has made some
-            layout = Layout(model)
+    def __init__(self, model: nn.Module, memory: Memory) -> None:
+        layout = memory.layout
+        values: list[Any] | None
+        if memory.attributes or layout.num_buffers() != len(layout.buffer_slots):
             values = layout.read()
+            if values is None:  # the forward has made some
+                layout = Layout(model)
+                values = layout.read()
+        else:
+            values = [*memory.values]
+            values[layout.buffers] = layout.read_buffers()
         self._layout, self._values = layout, values or []
         self._versions = versions_of(self._values[layout.buffers])
 
@@ -73,8 +80,8 @@ class Step:
     """Those that have come to its outputs, by the outputs' places."""
     values: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     """What those outputs were."""
-    before: dict[int, tuple[torch.Tensor | None, int]] = dataclasses.field(default_factory=dict)
-    """Gradients before the backward with their versions, by the id of the parameter."""
+    before: tuple[list[torch.Tensor], list[torch.Tensor | None], list[int]] = ([], [], [])
+    """The parameters when the backward began, their gradients, and the versions of these."""
     draws: Draws | None = None
     """Whether random numbers were drawn since the backward began."""
     is_reached: bool = False
@@ -102,6 +109,18 @@ class Step:
         elif any(isinstance(leaf, torch.Tensor) and leaf.__dict__ for leaf in leaves):
             self.problem = "a tensor of the batch has attributes of its own, which the forward may have changed"
         self._note(self.given)
+
+    def note_gradients(self) -> None:
+        """Before the backward: which gradients are there, and as they are."""
+        found = self.memory.values[self.memory.layout.parameters]
+        parameters = [each for each in found if each is not None and each.is_leaf]
+        gradients = [each.grad for each in parameters]
+        self.before = parameters, gradients, [0 if each is None else each._version for each in gradients]
+
+    def trained_before(self) -> dict[int, tuple[torch.Tensor | None, int]]:
+        """What was noted, by the ids of the parameters that need a gradient."""
+        noted = zip(*self.before, strict=True)
+        return {id(each): (gradient, version) for each, gradient, version in noted if each.requires_grad}
 
     def note_inputs(self) -> None:
         """After the forward: what is not to change before its backward. Parameters are compared with what they were
@@ -147,6 +166,9 @@ class Step:
 
 class _Arrived:
     """Hangs on an output: its gradient is sent to the host, in the order of the device's work, unless it is large."""
+
+    __torch_unserializable__ = True
+    """Whoever saves an output need not be warned that this hook is not saved with it."""
 
     def __init__(self, step: weakref.ref[Step], place: int) -> None:
         self._step = step
@@ -277,13 +299,14 @@ def gradients_of(step: Step, reached: list[int]) -> dict[int, torch.Tensor]:
 
 def without_gradient(model: nn.Module, step: Step) -> list[torch.Tensor] | None:
     """Parameters whose gradient has not come in the failed pass; None: all of them."""
-    parameters: list[torch.Tensor] = [p for p in model.parameters() if id(p) in step.before]
-    rest = [p for p in parameters if not _has_come(p, *step.before[id(p)])]
-    if len(rest) < len(parameters) and _share_memory(before for before, _ in step.before.values()):
+    before = step.trained_before()
+    parameters: list[torch.Tensor] = [p for p in model.parameters() if id(p) in before]
+    rest = [p for p in parameters if not _has_come(p, *before[id(p)])]
+    if len(rest) < len(parameters) and _share_memory(gradient for gradient, _ in before.values()):
         raise NotRepeatable(
             "gradients of several parameters lie in one tensor, so that it is not known which of them have come"
         )
-    step.before = {}
+    step.before = [], [], []
     return None if len(rest) == len(parameters) else rest
 
 
@@ -315,7 +338,8 @@ def reached_outputs(call: BackwardCall, step: Step) -> list[int] | None:
         raise NotRepeatable("the loss depends on parameters beside what the model returns")
     places = [place for _, marks in found for place in marks]
     inner = [following for node, _ in found for following, _ in node.next_functions]
-    if any(id(leaf) not in step.before for leaf in _leaves_under([node for node, _ in found])):
+    known = step.trained_before()
+    if any(id(leaf) not in known for leaf in _leaves_under([node for node, _ in found])):
         raise NotRepeatable("its forward uses parameters that are not registered with the model")
     if len(found) > 1 and _walk(inner, step)[0]:
         raise NotRepeatable("the loss depends on several outputs of the model, one of which depends on another")

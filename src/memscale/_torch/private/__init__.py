@@ -78,6 +78,7 @@ from memscale._torch.private.optimizers import (
     cast_optimizer_value,
     chooses_by_device,
     foreach_device_types,
+    gathering_unseen,
     is_foreach_by_default,
     scale_replicator,
 )
@@ -134,6 +135,7 @@ __all__ = [
     "flop_formula",
     "foreach_device_types",
     "fully_sharded",
+    "gathering_unseen",
     "global_module_hooks",
     "global_step_hooks",
     "graph_task_id",

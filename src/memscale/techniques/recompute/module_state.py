@@ -28,9 +28,10 @@ leads to us: a wrapped model dies with its last reference.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -101,6 +102,10 @@ class Layout:
         self.tensors = [ends[0] + k for k, value in enumerate(values) if isinstance(value, torch.Tensor)]
         """Attributes that hold tensors, and those that hold random generators: their places among the slots."""
         self.generators = [ends[0] + k for k, value in enumerate(values) if is_generator(value)]
+        self._getters = [
+            (n, _getter([name for _, name in slots]))
+            for n, slots in itertools.groupby(self.slots, lambda slot: slot[0])
+        ]
 
     def _tables(self) -> list[Table]:
         module = self._module()
@@ -118,8 +123,10 @@ class Layout:
         tables = self._tables()
         if sum(map(len, tables)) != self._num_entries:
             return None
+        values: list[Any] = []
         try:
-            values = [tables[n][name] for n, name in self.slots]
+            for n, get in self._getters:
+                values += get(tables[n])
             children = [tables[n][name] for n, name in self._child_slots]
         except KeyError:
             return None
@@ -127,6 +134,11 @@ class Layout:
             map(_is, map(type, values[self.attributes]), self._types)
         )
         return values if is_as_before else None
+
+    def read_buffers(self) -> list[Any]:
+        """What the slots of buffers hold now."""
+        tables = self._tables()
+        return [tables[n].get(name, ABSENT) for n, name in self.buffer_slots]
 
     def table(self, number: int) -> Table:
         return self._others[number - 1] if number else self._tables()[0]
@@ -155,6 +167,14 @@ class Layout:
         module = self._module()
         assert module is not None
         return type(list(module.modules())[slot[0] // _NUM_TABLES]).__name__
+
+
+def _getter(names: list[str]) -> Callable[[Table], tuple[Any, ...]]:
+    """All of these in one go."""
+    if len(names) > 1:
+        return operator.itemgetter(*names)
+    (name,) = names
+    return lambda table: (table[name],)
 
 
 def _tables_of(part: nn.Module) -> tuple[Table, Table, Table, Table]:

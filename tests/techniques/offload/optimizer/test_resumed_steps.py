@@ -71,6 +71,23 @@ def test_whichever_allocation_of_a_step_fails_it_is_completed(name: str, simgpu_
     assert not optimizer._optimizer_step_pre_hooks
 
 
+def test_state_that_a_later_step_makes_is_tried_again(simgpu_device: Any) -> None:
+    """Gathering is not looked at where all state is there, and it is looked at where some is not."""
+    model, plain = build(), build()
+    optimizers = [torch.optim.AdamW(each.parameters()) for each in (model, plain)]
+    with contextlib.ExitStack() as undo:
+        watch_plain_steps(model, undo)
+        for step in range(2):
+            for each, optimizer in zip((model, plain), optimizers, strict=True):
+                fill_gradients(each, step)
+                if not step:
+                    each[2].zero_grad()
+                with simgpu.fail_allocation(1 if each is model else 1 << 30) as fault:
+                    optimizer.step()
+                assert fault.fired == (each is model)
+        assert equal(all_values(model, optimizers[0]), all_values(plain, optimizers[1]))
+
+
 def test_gradients_wait_on_the_host_where_there_is_no_room(cap: Any, caplog: pytest.LogCaptureFixture) -> None:
     model, plain = build(), build()
     optimizer, reference = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(plain.parameters())
