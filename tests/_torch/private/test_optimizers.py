@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -45,39 +44,6 @@ def test_what_pytorch_chooses_for_parameters_on_the_host() -> None:
     assert not private.is_foreach_by_default([nn.Parameter(torch.ones(2))], differentiable=False)
     assert private.is_foreach_by_default([], differentiable=False)
     assert not private.is_foreach_by_default([], differentiable=True)
-
-
-class _Calls(torch.overrides.TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-def test_a_step_that_makes_no_state_gathers_it_unseen() -> None:
-    weights = [nn.Parameter(torch.ones(2)) for _ in range(2)]
-    optimizer = torch.optim.AdamW(weights, foreach=True)
-
-    def calls(around: int = 0) -> list[str]:
-        with contextlib.ExitStack() as modes:
-            for _ in range(around):
-                modes.enter_context(_Calls())
-            with _Calls() as mode, private.gathering_unseen(optimizer):
-                type(optimizer).step.__wrapped__(optimizer)
-        assert "_init_group" not in vars(optimizer)
-        return mode.names
-
-    weights[0].grad = torch.ones(2)
-    assert "zeros_like" in calls()
-    seen = calls()
-    assert "is_complex" not in seen
-    assert "_foreach_add_" in seen
-    assert "is_complex" in calls(around=1), "another mode sees what it would have seen"
-    weights[1].grad = torch.ones(2)
-    assert "zeros_like" in calls(), "state that is made in a later step"
 
 
 def test_loaded_state_is_cast_as_the_optimizer_casts_it() -> None:

@@ -78,7 +78,6 @@ from memscale._torch.private.optimizers import (
     cast_optimizer_value,
     chooses_by_device,
     foreach_device_types,
-    gathering_unseen,
     is_foreach_by_default,
     scale_replicator,
 )
@@ -135,7 +134,6 @@ __all__ = [
     "flop_formula",
     "foreach_device_types",
     "fully_sharded",
-    "gathering_unseen",
     "global_module_hooks",
     "global_step_hooks",
     "graph_task_id",

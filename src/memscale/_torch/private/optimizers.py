@@ -1,14 +1,12 @@
 """Which implementation an optimizer takes, how it casts loaded state, and how a scaler copies its scale.
 
-Relies on: `_default_to_fused_or_foreach`, the list of devices with multi-tensor kernels,
-`Optimizer._process_value_according_to_param_policy`, and that optimizers gather what they step in `_init_group`.
+Relies on: `_default_to_fused_or_foreach`, the list of devices with multi-tensor kernels, and
+`Optimizer._process_value_according_to_param_policy`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -47,28 +45,6 @@ def is_foreach_by_default(parameters: list[torch.Tensor], *, differentiable: boo
     from torch.optim.optimizer import _default_to_fused_or_foreach
 
     return bool(_default_to_fused_or_foreach(parameters, differentiable)[1])
-
-
-@contextlib.contextmanager
-def gathering_unseen(optimizer: Any) -> Iterator[None]:
-    """Function modes do not see how this optimizer gathers parameters, gradients and state, five reads for each
-    parameter: if the only mode is the caller's, and all state is there, so that none is made."""
-    gather = getattr(type(optimizer), "_init_group", None)
-    if gather is None or "_init_group" in vars(optimizer) or torch._C._len_torch_function_stack() != 1:
-        yield
-        return
-
-    def gathered(group: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
-            if all(optimizer.state.get(each) or each.grad is None for each in group["params"]):
-                return gather(optimizer, group, *args, **kwargs)
-        return gather(optimizer, group, *args, **kwargs)
-
-    optimizer._init_group = gathered
-    try:
-        yield
-    finally:
-        del optimizer._init_group
 
 
 def scale_replicator() -> type[Any]:

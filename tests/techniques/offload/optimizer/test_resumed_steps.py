@@ -72,7 +72,7 @@ def test_whichever_allocation_of_a_step_fails_it_is_completed(name: str, simgpu_
 
 
 def test_state_that_a_later_step_makes_is_tried_again(simgpu_device: Any) -> None:
-    """Gathering is not looked at where all state is there, and it is looked at where some is not."""
+    """Some parameters get their first gradient in the second step."""
     model, plain = build(), build()
     optimizers = [torch.optim.AdamW(each.parameters()) for each in (model, plain)]
     with contextlib.ExitStack() as undo:

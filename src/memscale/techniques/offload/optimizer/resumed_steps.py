@@ -17,8 +17,7 @@ error is `PartialStepError`.
 NOTE [what a good step costs]: operators are seen where Python calls them (`TorchFunctionMode`), a few dozen in a step
 with `foreach`, and nothing is done there that grows with the number of tensors: of what was written to, the first
 tensor is noted weakly, and looked at only after a failure. One level below, at the dispatcher, every list of tensors
-would be made into Python's objects again, which doubled the processor time of such a step. How a step gathers its
-parameters, gradients and state is not looked at where it makes none of them: seven in ten calls.
+would be made into Python's objects again, which doubled the processor time of such a step.
 
 NOTE [which steps]: those of the optimizers of `torch.optim` that update a parameter from its own values; the user's own
 step hooks come first, as in adoption.py. Not with `differentiable=True`.
@@ -240,7 +239,7 @@ def run_resumed(optimizer: Optimizer, step: Callable[[], Any]) -> None:
         return
     mode = _Resuming(optimizer)
     try:
-        with mode, private.gathering_unseen(optimizer):
+        with mode:
             step()
     except torch.OutOfMemoryError as error:
         failure = error.with_traceback(None)  # its frames hold what the step has made
