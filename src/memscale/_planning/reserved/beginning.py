@@ -39,7 +39,7 @@ def beginning_of(model: nn.Module, inputs: Inputs, hardware: Hardware) -> Beginn
 
 
 def _arrivals(inputs: Inputs, hardware: Hardware) -> tuple[Arrival, ...]:
-    """Of small batches, which lie among other small tensors, nothing depends on it."""
+    """When batches may come. Nothing depends on it where they are small: those lie among other small tensors."""
     if all(tensor.numel() * tensor.element_size() <= SMALL_BYTES for tensor in inputs.tensors()):
         return ("before",)
     is_before = not hardware.present or _are_on(inputs, hardware.device_type)

@@ -54,9 +54,9 @@ class Beside:
     """What a step's events have in the step that happens beside other parts of training."""
 
     num_early: int = 0
-    """With so many allocations it begins that are made in backward already: those of state that comes early."""
+    """The step begins with so many allocations that backward has made already: those of state that comes early."""
     num_late: int = 0
-    """With so many releases it ends that the next forward makes: those of state that leaves late."""
+    """The step ends with so many releases that the next forward makes: those of state that leaves late."""
 
 
 class SteppedOptimizer:
