@@ -139,7 +139,7 @@ PINS = (
     ),
     Pin("memscale.techniques.tiling.head.sweep", "num_ignored", "all rows of a tiled loss count", _none_ignored),
     Pin("memscale.techniques.recompute.tensors_beside", "_differ", "no forward writes to a tensor beside", _unchanged),
-    Pin("memscale.techniques.recompute.tensors_beside", "_sums_of", "no forward writes to a weight", _same_sums),
+    Pin("memscale._torch.bit_sums", "sums_of_bits", "nothing is written past autograd", _same_sums),
 )
 
 

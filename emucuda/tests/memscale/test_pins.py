@@ -2,6 +2,7 @@
 
 import torch
 
+from memscale._torch import bit_sums
 from memscale.techniques.recompute import tensors_beside
 from memscale.techniques.tiling.head import sweep
 
@@ -35,14 +36,14 @@ def test_no_forward_writes_to_what_lies_beside_it():
     """Without the pins a first forward was refused, or every later one copied a tensor, by what the memory held."""
     weight = torch.zeros(128).cuda()
     _leave_behind(1)
-    then = tensors_beside._sums_of([weight])
+    then = bit_sums.sums_of_bits([weight])
     _leave_behind(2)
-    assert tensors_beside._sums_of([weight]) == then
+    assert bit_sums.sums_of_bits([weight]) == then
     _leave_behind(0)
     assert not tensors_beside._differ(weight, torch.ones(128).cuda())
 
 
 def test_what_the_host_has_is_compared():
     weight = torch.zeros(128)
-    assert tensors_beside._sums_of([weight]) != tensors_beside._sums_of([weight + 1])
+    assert bit_sums.sums_of_bits([weight]) != bit_sums.sums_of_bits([weight + 1])
     assert tensors_beside._differ(weight, weight + 1)
