@@ -72,6 +72,6 @@ def test_a_bar_is_planned_for_its_card(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert row.plan.device_name == "RTX 3070"
     assert row.plan.predicted_slowdown == 1.0
     assert 0 < row.optimizer_ms < row.step_ms
-    monkeypatch.setattr(bars, "plan_bar", lambda bar, mode: row)
+    monkeypatch.setattr(bars, "plan_bar", lambda bar, mode, *, gradients: row)
     assert bars.main(["--only", "bert-tiny"]) == 0
     assert "1.15x" in capsys.readouterr().out

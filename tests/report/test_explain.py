@@ -27,6 +27,7 @@ from memscale.techniques.offload.optimizer.early_state import FetchStateEarly
 from memscale.techniques.offload.optimizer.in_backward import StepInBackward
 from memscale.techniques.offload.optimizer.late_state import SendStateLate
 from memscale.techniques.offload.optimizer.on_device import StepOnDevice
+from memscale.techniques.offload.optimizer.waiting_gradients import OffloadGradients
 from tests.parity import plan_of
 
 
@@ -65,6 +66,7 @@ EXAMPLES: dict[type, Action] = {
     StepOnDevice: StepOnDevice(1024),
     FetchStateEarly: FetchStateEarly("a", 1024),
     SendStateLate: SendStateLate("a", 1024),
+    OffloadGradients: OffloadGradients("a"),
     OffloadOptimizer: OffloadOptimizer(1024),
     StreamParameters: StreamParameters("a"),
     MixedPrecision: MixedPrecision("bfloat16"),

@@ -40,7 +40,7 @@ from memscale import AsyncOffloadConfig, Config, MemScaleError, Plan
 from memscale._errors import ParkedError, PartialStepError
 from memscale._execute.executor import executor_of
 from memscale._plan import Conditions
-from tests.techniques.offload.runs import clip, let_autograd_finish
+from tests.techniques.offload.runs import let_autograd_finish
 from tests.training.nth_failure import TECHNIQUES, failing
 
 WIDTH, VOCABULARY, NUM_BLOCKS = 16, 32, 3
@@ -292,7 +292,7 @@ class History:
         if self.way not in STEPS_IN_BACKWARD:
             found |= side.gradients()
         if clipped:
-            clip(list(side.model.parameters()), 0.05)
+            nn.utils.clip_grad_norm_(side.model.parameters(), 0.05)
         side.phase = "step"
         side.optimizer.step()
         side.phase = "after"

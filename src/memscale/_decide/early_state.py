@@ -63,10 +63,10 @@ def early_candidates(model: CostModel, bases: Sequence[Choice]) -> Iterator[Cand
 
 
 def _order_of(model: CostModel) -> tuple[str, ...] | None:
-    """The blocks in the order of forward, where state can travel beside the passes; else None."""
+    """The blocks in the order of forward, where there are some, and state can travel beside the passes; else None."""
     hardware = model.hardware
     can_travel = model.pace.overlaps and hardware.link_directions > 1 and hardware.has_caching_allocator
-    return model.nested_order() if can_travel and not model.is_compiled else None
+    return model.nested_order() or None if can_travel and not model.is_compiled else None
 
 
 def late_candidates(model: CostModel, bases: Sequence[Choice]) -> Iterator[Candidate]:
