@@ -325,10 +325,10 @@ class CostModel:
 
     def late_bytes_by_stretch(self, run: RunOptions) -> list[int]:
         """How much of the optimizer's state is still there in each stretch, from the step before."""
-        gone = [0] * len(self.owners)
+        gone, late_bytes = [0] * len(self.owners), run.late_bytes
         for fqn, num_bytes in run.late_state:
             gone[self._places[fqn][0] if fqn in self._places else 0] += num_bytes
-        return [run.late_bytes - num_bytes for num_bytes in itertools.accumulate(gone)]
+        return [late_bytes - num_bytes for num_bytes in itertools.accumulate(gone)]
 
     def _late_wait_ms(self, walk: Walk, choice: Choice) -> float:
         """What forward takes longer: state that leaves late shares the link with what the blocks there send."""
