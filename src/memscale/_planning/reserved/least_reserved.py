@@ -27,7 +27,8 @@ from memscale._planning.reserved.allocations import HoldsMore, Reserved, Start, 
 WORTH = 0.005
 """The share of the reserved bytes that all releases which are left out may cost together."""
 MOST_HELD = 1.05
-"""How many times what is allocated may be reserved before what stays is moved together."""
+"""How many times what is allocated may be reserved before what stays is moved together. Leaving a release out must not
+bring it above this."""
 WORTH_MOVING = 0.015
 """The share of the reserved bytes that this must save: as much as is stated above what is played."""
 NUM_STEPS = 3
@@ -50,12 +51,14 @@ def least_reserved(
     `most_moved_bytes`: how much the host has room for while it is moved together. `start`: as in `reserved_of`."""
     trials = _Trials(log, settings, workspace_bytes, start)
     found = [trials.lowest(AllocatorUse(text)) for text in (("", SMALL_PAGES) if may_switch else ("",))]
-    holds_much = min(map(trials.bytes_of, found)) > MOST_HELD * trials.played(found[-1]).allocated_peak_bytes
+    most_bytes = int(MOST_HELD * trials.played(found[-1]).allocated_peak_bytes)
+    holds_much = min(map(trials.bytes_of, found)) > most_bytes
     if may_switch and holds_much and 0 < (moved_bytes := staying_bytes(log)) <= most_moved_bytes:
         moved = trials.lowest(AllocatorUse(SMALL_PAGES, compacted_bytes=moved_bytes))
         if trials.bytes_of(moved) <= (1 - WORTH_MOVING) * min(map(trials.bytes_of, found)):
             found.append(moved)
-    limit_bytes = int(min(map(trials.bytes_of, found)) * (1 + WORTH))
+    lowest_bytes = min(map(trials.bytes_of, found))
+    limit_bytes = max(lowest_bytes, min(int(lowest_bytes * (1 + WORTH)), most_bytes))
     fewest = [trials.with_fewer(use, limit_bytes) for use in found if trials.bytes_of(use) <= limit_bytes]
     use = min(fewest, key=lambda use: (len(use.releases), use.settings, use.compacted_bytes))
     return use, trials.played(use)
