@@ -169,3 +169,10 @@ def test_what_is_not_emulated_fails_with_its_name(capfd):
             graph.capture_begin()
     assert emucuda.counters().missing > missing
     assert "emucuda: cudaStreamBeginCapture is not emulated." in capfd.readouterr().err
+
+
+def test_a_library_with_a_runtime_of_its_own_is_named(capfd):
+    """NCCL's own error names nothing."""
+    with pytest.raises(RuntimeError, match="NCCL Error"):
+        torch.cuda.nccl.all_reduce([torch.ones(4, device="cuda")])
+    assert "emucuda: the CUDA runtime inside libnccl.so.2 is not emulated." in capfd.readouterr().err

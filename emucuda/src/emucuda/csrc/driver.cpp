@@ -237,7 +237,14 @@ CUresult cuGetProcAddress_v2(const char* name, void** function, int, cuuint64_t,
   return *function || status ? ok : CUDA_ERROR_NOT_FOUND;
 }
 
-// Libraries that carry a runtime of their own ask for private tables of the driver first. They are not to go on: they
-// would call what is not there. Their create functions then fail, and PyTorch says which.
-CUresult cuGetExportTable(const void** table, const CUuuid*) { return *table = nullptr, CUDA_ERROR_NOT_SUPPORTED; }
+// Libraries that carry a runtime of their own (NCCL) ask for private tables of the driver first. They are not to go on:
+// they would call what is not there. Not every one repeats the name of what failed, so the library is named, too.
+CUresult cuGetExportTable(const void** table, const CUuuid*) {
+  *table = nullptr;
+  Dl_info asking{};
+  const bool is_known = dladdr(__builtin_return_address(0), &asking) && asking.dli_fname;
+  const std::string path = is_known ? asking.dli_fname : "a library";
+  missing(("the CUDA runtime inside " + path.substr(path.rfind('/') + 1)).c_str(), 0);
+  return CUDA_ERROR_NOT_SUPPORTED;
+}
 }
