@@ -80,6 +80,7 @@ def test_what_was_predicted_there(row: dict[str, Any]) -> None:
     check(row, "reserved", row["predicted_reserved_bytes"], 0.03)
     assert row["versions"]["torch"].startswith("2.13.0")
     assert row["versions"]["commit"]
+    assert not row["versions"]["commit"].endswith("-dirty"), "measured on changes that nobody has"
 
 
 HELD_ABOVE = {
