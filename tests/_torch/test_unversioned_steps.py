@@ -40,6 +40,35 @@ def test_it_tells_fused_steps_from_those_that_autograd_knows_of() -> None:
     assert steps.count == 1
 
 
+def clamp(parameter: nn.Parameter) -> None:
+    with torch.no_grad():
+        parameter.clamp_(-1, 1)
+
+
+@pytest.mark.parametrize("how", ["groups", "hook", "closure"])
+def test_fused_steps_are_told_beside_parameters_that_change_in_the_ordinary_way(how: str) -> None:
+    first, second, steps = nn.Linear(2, 2), nn.Linear(2, 2), UnversionedSteps()
+    undo = steps.watch()
+    groups = [{"params": list(first.parameters()), "fused": how != "groups"}, {"params": list(second.parameters())}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1, fused=True)
+    if how == "hook":
+        optimizer.register_step_pre_hook(lambda *_: clamp(first.weight))
+
+    def gradients() -> torch.Tensor:
+        loss = second(first(torch.ones(1, 2))).sum()
+        loss.backward()
+        return loss
+
+    if how == "closure":
+        optimizer.step(gradients)
+    else:
+        gradients()
+        optimizer.step()
+    assert steps.has_stepped(second.weight, since=0)
+    assert steps.has_stepped(first.bias, since=0) == (how != "groups")
+    undo()
+
+
 def test_a_fused_step_between_a_forward_and_its_backward_is_refused() -> None:
     """Plain PyTorch does not notice it either; a recompute would use the new weights for everything."""
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)), nn.Linear(2, 2))

@@ -1,36 +1,50 @@
-"""Sums of the bits of tensors: whether one was written to, whoever wrote, without a copy of it."""
+"""Sums of the bits of tensors: whether one was written to, whoever wrote, without a copy of it.
+
+Each element is weighted by its place, and sums are taken modulo 2**64. A plain sum would not show what only moves
+values about (`x.data.copy_(x.roll(1))`), nor what flips as many signs one way as the other.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from memscale._torch import private
 
-LARGEST_PIECE = 1 << 16
+LARGEST_PIECE = 1 << 15
 """The most elements that are summed up at once."""
 
 
 def sums_of_bits(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """The sum of the bits of each, read as integers; the host waits once for each device."""
+    """A number for each, made of its bits, read as integers; the host waits once for each device."""
     by_device: dict[torch.device, list[int]] = {}
-    sums: list[torch.Tensor] = []
+    found: dict[int, int] = {}
+    for number, tensor in enumerate(tensors):
+        by_device.setdefault(tensor.device, []).append(number)
     with private.real_tensors(), torch.no_grad():
-        for number, tensor in enumerate(tensors):
-            sums.append(_sum_of(_as_integers(tensor)))
-            by_device.setdefault(tensor.device, []).append(number)
-        found = {n: bits for ns in by_device.values() for n, bits in zip(ns, _read([sums[n] for n in ns]), strict=True)}
+        for device, numbers in by_device.items():
+            found |= zip(numbers, _sums_on(device, [_as_integers(tensors[n]) for n in numbers]), strict=True)
     return [found[number] for number in range(len(tensors))]
 
 
-def _sum_of(bits: torch.Tensor) -> torch.Tensor:
-    """The sum as a tensor of 64 bits. A device would make a copy of all that is summed up at once, in 64 bits: four
-    times a weight of 16. No plan counts that, so it is done piece by piece."""
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for piece in _pieces(bits):
-        total += piece.sum(dtype=torch.int64)
-    return total
+def _sums_on(device: torch.device, tensors: Sequence[torch.Tensor]) -> list[int]:
+    """A device would make a copy of all that is summed up at once, in 64 bits: four times a weight of 16. No plan
+    counts that, so it is done piece by piece."""
+    pieces = [list(_pieces(tensor)) for tensor in tensors]
+    weights = _weights(max(piece.numel() for piece in itertools.chain(*pieces)), device)
+    sums = torch.empty(sum(map(len, pieces)), dtype=torch.int64, device=device)
+    for piece, place in zip(itertools.chain(*pieces), sums.unbind(), strict=True):
+        torch.sum(piece.reshape(-1) * weights[: piece.numel()], 0, out=place)
+    values = iter(sums.tolist())
+    return [hash(tuple(itertools.islice(values, len(each)))) for each in pieces]
+
+
+def _weights(num_places: int, device: torch.device) -> torch.Tensor:
+    """An odd number for each place of a piece, which is no simple function of the place."""
+    mixed = torch.arange(1, num_places + 1, dtype=torch.int64, device=device).mul_(0x2545F4914F6CDD1D)
+    return mixed.bitwise_xor_(mixed >> 29).bitwise_or_(1)
 
 
 def _pieces(bits: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -43,11 +57,6 @@ def _pieces(bits: torch.Tensor) -> Iterator[torch.Tensor]:
         dimension = max(range(bits.dim()), key=bits.size)
         for half in bits.chunk(2, dimension):
             yield from _pieces(half)
-
-
-def _read(sums: list[torch.Tensor]) -> list[int]:
-    values: list[int] = torch.stack(sums).tolist()
-    return values
 
 
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,8 @@
     ...
     STEPS.has_stepped(parameter, since=moment)
 
-Whether an optimizer's steps are such is seen at one parameter in each step; of most optimizers nothing else is read.
+Every parameter is looked at: groups of one optimizer may differ in `fused`, and a hook of the user's may have changed
+one parameter in the ordinary way. Gradients are looked at when the step is over, because closures make them in it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class UnversionedSteps(StepWatcher):
         self.count = 0
         """How many such steps there have been."""
         self._last: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
-        self._witnesses: weakref.WeakKeyDictionary[Optimizer, tuple[torch.Tensor, int]] = weakref.WeakKeyDictionary()
+        self._before: weakref.WeakKeyDictionary[Optimizer, list[tuple[torch.Tensor, int]]] = weakref.WeakKeyDictionary()
+        """The parameters of the steps that are being taken, with their versions."""
         self._num_watching = 0
         self._leave: Callable[[], None] | None = None
         self._lock = threading.RLock()
@@ -53,18 +55,15 @@ class UnversionedSteps(StepWatcher):
         return True
 
     def before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepArguments | None:
-        witness = next((parameter for parameter in parameters_of(optimizer) if _is_stepped(parameter)), None)
-        if witness is not None:
-            self._witnesses[optimizer] = witness, witness._version
+        self._before[optimizer] = [(p, p._version) for p in parameters_of(optimizer) if not p.is_inference()]
         return None
 
     def after_step(self, optimizer: Optimizer) -> None:
-        witness = self._witnesses.pop(optimizer, None)
-        if witness is None or witness[0]._version != witness[1]:
-            return
-        self.count += 1
-        stepped = [parameter for parameter in parameters_of(optimizer) if _is_stepped(parameter)]
-        self._last |= {id(parameter): (weakref.ref(parameter), self.count) for parameter in stepped}
+        same = [parameter for parameter, version in self._before.pop(optimizer, ()) if parameter._version == version]
+        stepped = [parameter for parameter in same if parameter.grad is not None]
+        if stepped:
+            self.count += 1
+            self._last |= {id(parameter): (weakref.ref(parameter), self.count) for parameter in stepped}
 
     def has_stepped(self, parameter: torch.Tensor, *, since: int) -> bool:
         """Whether there was such a step of this parameter after the count was this."""
@@ -72,10 +71,6 @@ class UnversionedSteps(StepWatcher):
             return False
         reference, number = self._last.get(id(parameter), (None, 0))
         return reference is not None and reference() is parameter and number > since
-
-
-def _is_stepped(parameter: torch.Tensor) -> bool:
-    return parameter.grad is not None and not parameter.is_inference()
 
 
 STEPS = UnversionedSteps()

@@ -283,6 +283,27 @@ def test_gradients_that_the_loop_holds_stay(is_flat: bool):
         assert same(training.result(), reference.result())
 
 
+@pytest.mark.parametrize(
+    "keep", [lambda gradient: gradient, lambda gradient: gradient.view(-1), lambda gradient: gradient.detach()]
+)
+def test_gradients_that_a_hook_keeps_stay(keep: Any):
+    """The loop scales them later, and nobody else hears of that."""
+    reference, training = (Training("simgpu", plain(O.AdamW)) for _ in range(2))
+    weight, kept = training.net.body[0].weight, []
+    for one in (reference, training):
+        one.net.body[0].weight.register_post_accumulate_grad_hook(lambda p: kept.append(keep(p.grad)))
+    with wrapped(training.net, *PLANS["all"]) as executor:
+        for _ in range(3):
+            for one in (reference, training):
+                half_a_step(one)
+                assert not is_waiting(weight.grad)
+                kept.pop().mul_(3.0)
+                one.update()
+                one.num_steps += 1
+        assert stats(executor).num_sent > 0
+        assert same(training.result(), reference.result())
+
+
 def test_copies_of_the_model_are_plain():
     training = Training("simgpu", plain(O.AdamW)).run(1)
     with wrapped(training.net, *PLANS["all"]):

@@ -83,6 +83,30 @@ def test_the_norm_of_gradients_is_that_of_the_plain_model(norm_type: float, fore
             assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(gradients(model), gradients(plain), strict=True))
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_streamed_model_is_clipped_together_with_others(is_first: bool) -> None:
+    """With another streamed model, and with one that is not."""
+    plain = [Net().to(DEVICE) for _ in range(3)]
+    ours, place = copy.deepcopy(plain), 0 if is_first else 2
+    with streamed(ours[1]), streamed(ours[place]):
+        for seed in range(6):
+            for models in (plain, ours):
+                for number, model in enumerate(models):
+                    model.zero_grad()
+                    backward(model, 3 * seed + number)
+            norms = [
+                nn.utils.clip_grad_norm_([p for model in models for p in model.parameters()], 0.1)
+                for models in (ours, plain)
+            ]
+            assert torch.equal(*norms)
+    pairs = zip(_gradients_of(ours), _gradients_of(plain), strict=True)
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in pairs)
+
+
+def _gradients_of(models: list[nn.Module]) -> list[torch.Tensor]:
+    return [gradient for model in models for gradient in gradients(model)]
+
+
 def test_gradients_visit_the_device_one_at_a_time() -> None:
     model = Net().to(DEVICE)
     with streamed(model):

@@ -20,7 +20,8 @@ layer and of the next are here, however large the window is, and every layer of 
 
 NOTE [somebody else's gradient]: a tensor that stands in `.grad` before backward is added to in place, and whoever has
 put it there, or has it from there, may write to it later: a flat buffer of gradients is zeroed as a whole. Such a
-gradient stays where it is. What backward has made anew nobody has yet.
+gradient stays where it is. What backward has made anew nobody has yet, but for the hooks that were called before ours:
+one that somebody has kept (`kept.append(parameter.grad)`), or a view of it, stays, too.
 
 Gradients that are sparse, that require gradients themselves (`create_graph=True`), that are a part of another memory,
 or that lie in memory in another way than their parameter stay where they are, too.
@@ -31,6 +32,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -45,6 +47,9 @@ from memscale.techniques.offload.optimizer.buckets import SMALL_BYTES, SMALL_PAR
 from memscale.techniques.offload.store.stores import Layout, Stretch, Ticket, can_store
 from memscale.techniques.offload.transfer.stream_order import TransferStats
 from memscale.techniques.offload.transfer.transfers import Arrival, Transfers
+
+_OWN_HOLDERS = 2
+"""The gradient, and the object through which its storage is looked at."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -156,6 +161,7 @@ class GradientHomes:
         self._leaving: list[weakref.ref[GradientHome]] = []
         """Where the gradients are going that left last, all of one layer."""
         self._layer = self._pass = -1
+        self._own_references = _own_references()
 
     def watch(self, layers: Sequence[Sequence[torch.Tensor]], undo: contextlib.ExitStack) -> None:
         """Let the gradients of these leave, until undone; then all are back. A parameter of several layers counts with
@@ -176,7 +182,16 @@ class GradientHomes:
         if parameter is not None:
             self._is_new[id(parameter)] = held_gradient(parameter) is None
 
+    def _is_kept(self, parameter: torch.Tensor) -> bool:
+        """Whether a hook that was called before has kept the gradient. A local variable here would count as one."""
+        if is_waiting(parameter.grad) or not _is_plain(parameter.grad):
+            return False
+        holders = private.num_holders(parameter.grad.untyped_storage())  # type: ignore[union-attr]
+        return holders > _OWN_HOLDERS or sys.getrefcount(parameter.grad) > self._own_references
+
     def _on_gradient(self, parameter: torch.Tensor) -> None:
+        if self._is_kept(parameter):
+            return
         standing = parameter.grad
         gradient = standing.here if isinstance(standing, WaitingGradient) else standing
         if gradient is None or not self._is_new.get(id(parameter)) or not _can_leave(parameter, gradient):
@@ -223,6 +238,18 @@ class GradientHomes:
                 f"{len(lost)} gradients could not be read back and are gone; call optimizer.zero_grad() and run "
                 f"backward again before the next step. The first error: {lost[0]}"
             ) from lost[0]
+
+
+def _own_references() -> int:
+    """How many references to a gradient Python counts that nobody has kept."""
+    with private.real_tensors():
+        parameter = torch.nn.Parameter(torch.zeros(1, device="cpu"))
+        parameter.grad = torch.zeros_like(parameter)
+        return sys.getrefcount(parameter.grad)
+
+
+def _is_plain(gradient: torch.Tensor | None) -> bool:
+    return gradient is not None and gradient.layout is torch.strided and not private.is_fake(gradient)
 
 
 def _can_leave(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
