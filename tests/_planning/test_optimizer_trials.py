@@ -158,13 +158,13 @@ def test_a_share_of_the_state_peaks_as_predicted(share: float, way: str, simgpu_
 )
 @pytest.mark.parametrize("way", ["sync", "async"])
 def test_streamed_parameters_on_the_device_peak_as_predicted(
-    bucket_bytes: int, num_streamed: int, way: str, simgpu_device: Any, monkeypatch: pytest.MonkeyPatch
+    bucket_bytes: int, num_streamed: int, way: str, simgpu_device: Any
 ) -> None:
-    monkeypatch.setattr(optimizer_trials, "OPTIMIZER_BUCKET_BYTES", bucket_bytes)
     config = Config(device="simgpu", enable_logging=False, async_offload=way == "async")
     model, x = Mlp(width=LARGE, depth=3), torch.randn(4, LARGE)
     streamed = frozenset(id(p) for p in model.blocks[:num_streamed].parameters())
     costs = OptimizerCosts(Job(model, config, Hardware.detect("simgpu"), "adamw"))
+    costs = costs.by(costs.travel.in_buckets_of(bucket_bytes))
     cost = costs.cost(without=streamed, guests=True)
     actions = (*streamed_actions(model)[:num_streamed], StepOnDevice(bucket_bytes))
     executor = execute(model, plan_of(actions, device_type="simgpu"), ExecutionSettings.from_config(config, DEVICE))
@@ -184,14 +184,12 @@ def test_streamed_parameters_on_the_device_peak_as_predicted(
 
 
 @pytest.mark.parametrize("way", ["sync", "async"])
-def test_beside_8_bits_a_large_embedding_peaks_in_stretches_as_predicted(
-    way: str, simgpu_device: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_beside_8_bits_a_large_embedding_peaks_in_stretches_as_predicted(way: str, simgpu_device: Any) -> None:
     bucket_bytes = 500_000
-    monkeypatch.setattr(optimizer_trials, "OPTIMIZER_BUCKET_BYTES", bucket_bytes)
     config = Config(device="simgpu", enable_logging=False, async_offload=way == "async")
     model = nn.Sequential(nn.Embedding(4096, 256), nn.Linear(256, 256))
-    cost = OptimizerCosts(Job(model, config, Hardware.detect("simgpu"), "adamw")).cost(eight_bit=True)
+    costs = OptimizerCosts(Job(model, config, Hardware.detect("simgpu"), "adamw"))
+    cost = costs.by(costs.travel.in_buckets_of(bucket_bytes)).cost(eight_bit=True)
     actions = (QuantizeOptimizer(bucket_bytes), OffloadOptimizer(bucket_bytes))
     model.to("simgpu")
     executor = execute(model, plan_of(actions, device_type="simgpu"), ExecutionSettings.from_config(config, DEVICE))

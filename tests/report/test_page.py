@@ -15,7 +15,7 @@ import torch
 
 import memscale
 from memscale import Config, Hardware, MemScaleError, Plan
-from memscale._plan import AllocatorUse, Checkpoint, OffloadOptimizer
+from memscale._plan import OPTIMIZER_BUCKET_BYTES, AllocatorUse, Checkpoint, OffloadOptimizer
 from memscale._planning import make_plan
 from memscale._planning.job import Job
 from memscale._planning.planner import Planner
@@ -345,7 +345,7 @@ def test_a_first_step_that_takes_more_than_the_one_that_is_drawn_is_named() -> N
     model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(4)))
     planner = Planner(Job(model, Config(force_optimize=True), CARD, "adamw"), Inputs((torch.randn(2, 512),), {}))
     plan = make_plan(planner.job, planner.inputs)
-    actions = (OffloadOptimizer(1 << 20),)
+    actions = (OffloadOptimizer(OPTIMIZER_BUCKET_BYTES),)
     step = step_memory(planner, actions, planner.job.config)
     assert step.earlier_peak_bytes > step.peak_bytes
     told = f"which makes the optimizer's state, takes {show_bytes(step.earlier_peak_bytes)}"

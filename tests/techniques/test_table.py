@@ -114,7 +114,7 @@ def test_what_concerns_the_optimizer_says_how_it_steps() -> None:
     assert planned_step(()) == PlannedStep()
     assert planned_step([Checkpoint("a"), TileHead("b", 8), MixedPrecision("bfloat16")]) == PlannedStep()
     assert planned_step([StreamParameters("a"), OffloadOptimizer(1, 0.25), QuantizeOptimizer(1)]) == PlannedStep(
-        moves=True, resident_share=0.25, packs=True, streams=True
+        moves=True, resident_share=0.25, packs=True, bucket_bytes=1, streams=True
     )
     assert planned_step([StepInBuckets(1)]) == PlannedStep(in_buckets=True)
 

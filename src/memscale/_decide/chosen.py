@@ -34,12 +34,12 @@ class Chosen:
             "costs_ms": round(after.step_ms - before.step_ms, 4),
         }
 
-    def bucket_size(self, num_bytes: int) -> dict[str, int | float | str]:
+    def bucket_size(self) -> dict[str, int | float | str]:
         """The size of buckets that was chosen, and what others could save of the step at most: see
         `OptimizerModel.other_sizes_save_ms`."""
         smaller_ms, larger_ms = self.model.optimizer.other_sizes_save_ms(self.choice.run, self.streamed_bytes)
         return {
-            "bucket_bytes": num_bytes,
+            "bucket_bytes": self.model.profile.bucket_bytes,
             "smaller_buckets_save_at_most_ms": round(smaller_ms, 4),
             "larger_buckets_save_at_most_ms": round(larger_ms, 4),
         }

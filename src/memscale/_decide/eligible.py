@@ -20,7 +20,7 @@ from memscale._decide.travel import Travel, travels
 from memscale._hardware import Hardware
 from memscale._plan import Plan
 from memscale._profile import Treatment
-from memscale.techniques import TECHNIQUES, TREATED, technique_of
+from memscale.techniques import TECHNIQUES, TREATED, planned_step, technique_of
 from memscale.techniques.offload.next_tier import no_next_tier
 from memscale.techniques.offload.parameters import HOST_KERNELS
 from memscale.techniques.precision import HalfType, half_type
@@ -93,8 +93,9 @@ class Eligible:
         """The way that a plan was made for."""
         if plan.conditions is None:
             return self.travel
-        transfers = self.config.async_config or AsyncOffloadConfig()
-        return Travel(plan.conditions.async_offload, dataclasses.replace(transfers, **plan.conditions.transfers))
+        transfers = dataclasses.replace(self.config.async_config or AsyncOffloadConfig(), **plan.conditions.transfers)
+        bucket_bytes = planned_step(plan.actions).bucket_bytes or self.travel.bucket_bytes
+        return Travel(plan.conditions.async_offload, transfers, bucket_bytes)
 
     # ---- what may be used
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from memscale._decide.choice import RunOptions
 from memscale._decide.optimizer_shares import OptimizerShares
 from memscale._decide.step_time import Moved, Pace, StepWork, Turn, larger, smaller
-from memscale._plan import OPTIMIZER_BUCKET_BYTES
 from memscale._profile import GuestCost, OptimizerCost, Profile, TraceKey
 from memscale.techniques.offload.pinned import PAGE_BYTES
 from memscale.techniques.technique import StepManner
@@ -121,7 +120,7 @@ class OptimizerModel(OptimizerShares):
     def coming_gradient_bytes(self, run: RunOptions, streamed_bytes: Any) -> Any:
         """What such gradients take on the device in the step, at most: those of one turn, and of the next."""
         num_turns = 2 if self.pace.overlaps else 1
-        return num_turns * smaller(self.waiting_gradient_bytes(run, streamed_bytes), OPTIMIZER_BUCKET_BYTES)
+        return num_turns * smaller(self.waiting_gradient_bytes(run, streamed_bytes), self.profile.bucket_bytes)
 
     @property
     def _gradient_pages_bytes(self) -> int:
@@ -200,8 +199,8 @@ class OptimizerModel(OptimizerShares):
     def _with_gradients(self, work: StepWork, run: RunOptions, streamed_bytes: Any) -> StepWork:
         """The same work where gradients come, too."""
         coming_bytes, turn, moved = self.waiting_gradient_bytes(run, streamed_bytes), work.turn, work.moved
-        turn_bytes = smaller(coming_bytes, OPTIMIZER_BUCKET_BYTES)
-        num_copies = moved.num_copies + coming_bytes / OPTIMIZER_BUCKET_BYTES
+        turn_bytes = smaller(coming_bytes, self.profile.bucket_bytes)
+        num_copies = moved.num_copies + coming_bytes / self.profile.bucket_bytes
         return dataclasses.replace(
             work,
             moved=dataclasses.replace(moved, num_copies=num_copies, in_bytes=moved.in_bytes + coming_bytes),

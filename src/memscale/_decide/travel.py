@@ -16,6 +16,7 @@ from memscale._config import AsyncOffloadConfig, Config
 from memscale._decide.choice import RunOptions
 from memscale._decide.cost_model import CostModel
 from memscale._hardware import Hardware
+from memscale._plan import OPTIMIZER_BUCKET_BYTES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,6 +26,12 @@ class Travel:
     overlaps: bool
     """Transfers run beside compute; else everything waits for them."""
     transfers: AsyncOffloadConfig
+    bucket_bytes: int = OPTIMIZER_BUCKET_BYTES
+    """Bytes of parameters whose state comes and leaves together. No config says them: a plan's actions do."""
+
+    def in_buckets_of(self, num_bytes: int) -> Travel:
+        """The same, with state in buckets of this size."""
+        return dataclasses.replace(self, bucket_bytes=num_bytes)
 
     def said_in(self, config: Config) -> Config:
         """The config, with this way and no other."""
@@ -55,7 +62,7 @@ def wider(model: CostModel, travel: Travel, config: Config) -> Travel | None:
         return None
     window_bytes, prefetch_bytes = (max(size, largest) for size in windows)
     transfers = dataclasses.replace(travel.transfers, window_bytes=window_bytes, prefetch_bytes=prefetch_bytes)
-    return Travel(travel.overlaps, transfers)
+    return dataclasses.replace(travel, transfers=transfers)
 
 
 def most_in_flight_bytes(model: CostModel, travel: Travel) -> int:

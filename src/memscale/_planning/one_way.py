@@ -25,6 +25,7 @@ from memscale._decide.allocator.settings import AllocatorSettings
 from memscale._decide.budget import Held, needed_bytes
 from memscale._decide.choice import Choice, Outcome, choice_of
 from memscale._decide.eligible import Eligible
+from memscale._decide.other_buckets import redecided
 from memscale._decide.policy import Strategy
 from memscale._decide.search import Candidate
 from memscale._decide.travel import Travel
@@ -236,6 +237,15 @@ class OneWay(Trials):
             return leaner.written_in(plan)
         return leaner.written_in(dataclasses.replace(plan, fits=True, summary=Reason(ASKED, plan.summary.numbers)))
 
+    def in_these_buckets(self, plan: Plan, eligible: Eligible) -> Plan | None:
+        """What the plan of another way does, in the buckets of this one; None where it is not worth a rehearsal."""
+        decided = redecided(self.cost_model(), eligible, plan)
+        if decided is None:
+            return None
+        found = self.confirm(decided, eligible)
+        is_last_resort = plan.summary.rule == ASKED and not found.fits
+        return self._with_less_reserved(found, eligible) if is_last_resort else found
+
     def confirm(self, plan: Plan, eligible: Eligible) -> Plan:
         """The number holds: run this very plan on the stage, and promise what that shows."""
         if not plan.actions:
@@ -385,7 +395,9 @@ class OneWay(Trials):
         of_passes = tuple(action for action in actions if not technique_of(action).only_steps)
         beside = streaming.rest_of(self.rehearsal.model, self.rehearsal.blocks)
         step = planned_step(actions)
-        key = (self.travel, self.key_of(of_passes), step.early, step.late, bool(actions), names_modules, tuple(cuts))
+        # Passes know of buckets only what comes early and leaves late, and what is said by their actions.
+        travel = self.travel if step.early or step.late else self.travel.in_buckets_of(0)
+        key = (travel, self.key_of(of_passes), step.early, step.late, bool(actions), names_modules, tuple(cuts))
         return record_steps(
             self.rehearsal,
             self.model,

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memscale._decide.travel import Travel
-from memscale._plan import OPTIMIZER_BUCKET_BYTES, STEP_BUCKET_BYTES, QuantizeOptimizer
+from memscale._plan import STEP_BUCKET_BYTES, QuantizeOptimizer
 from memscale._planning.bucket_rules import InBuckets
 from memscale._planning.job import Job
 from memscale._planning.reserved.bucket_steps import BucketRules
@@ -55,9 +55,10 @@ class OptimizerCosts:
     and its waiting state is packed.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, travel: Travel | None = None) -> None:
+        """`travel`: None: that which is tried first."""
         self._job = job
-        self.travel = job.eligible.travel
+        self.travel = travel or job.eligible.travel
         """How state travels to the next tier and back."""
         self._model = job.model
         self._optimizer = job.optimizer
@@ -83,7 +84,7 @@ class OptimizerCosts:
         if travel == self.travel:
             return self
         if travel not in self._beside:
-            other = OptimizerCosts(self._job.under(travel.said_in(self._job.config)))
+            other = OptimizerCosts(self._job.under(travel.said_in(self._job.config)), travel)
             other._trials = self._trials
             self._beside[travel] = other
         return self._beside[travel]
@@ -165,6 +166,8 @@ class OptimizerCosts:
 
         `NotImplementedError` where another steps in its place, or one that fake tensors are not enough for.
         """
+        if step.bucket_bytes not in (None, self.travel.bucket_bytes):
+            return self.by(self.travel.in_buckets_of(step.bucket_bytes)).rules(step, window_bytes=window_bytes)
         packs = step.packs and self._can_pack
         if (step.packs and self._replacement is not None) or self._preparation(self._optimizer) is not None:
             raise NotImplementedError("the steps of bitsandbytes' own optimizers are not recorded")
@@ -210,7 +213,7 @@ class OptimizerCosts:
         return dataclasses.replace(how, are_guests=True)
 
     def _stepping(self, *, moves: bool, eight_bit: bool = True) -> InBuckets:
-        action = QuantizeOptimizer(OPTIMIZER_BUCKET_BYTES)
+        action = QuantizeOptimizer(self.travel.bucket_bytes)
         return InBuckets(
             moves=moves,
             prefetches=self.travel.overlaps,
@@ -218,7 +221,7 @@ class OptimizerCosts:
             eligible=eligible_parameters(self._model, action.min_elements) if eight_bit else frozenset(),
             block_size=action.block_size,
             device_type=self._device_type,
-            bucket_bytes=OPTIMIZER_BUCKET_BYTES if moves or eight_bit else sys.maxsize,
+            bucket_bytes=self.travel.bucket_bytes if moves or eight_bit else sys.maxsize,
             window_bytes=self.travel.transfers.window_bytes,
             resident_shares=RESIDENT_SHARES if moves and not eight_bit else (),
             cuts=moves and self._device_type != "cpu",

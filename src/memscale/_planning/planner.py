@@ -24,6 +24,8 @@ import dataclasses
 from memscale._config import OptimizationMode
 from memscale._decide import decide_on, has_faster, may_be_faster_blocking, needs_optimizing
 from memscale._decide.budget import needed_bytes
+from memscale._decide.choice import choice_of
+from memscale._decide.other_buckets import sizes_worth_trying
 from memscale._decide.policy import Strategy
 from memscale._decide.travel import Travel, most_in_flight_bytes, wider
 from memscale._hardware import Hardware
@@ -144,14 +146,23 @@ class _Way:
     def refined(self, plan: Plan) -> Plan:
         """A faster plan than the last of this way, or that one; why its transfers block is the same."""
         found = self.planner.refined(plan, self._strategy) if plan.fits else plan
-        if found.conditions is None or plan.conditions is None:
-            return found
-        conditions = dataclasses.replace(found.conditions, blocking=plan.conditions.blocking)
-        return dataclasses.replace(found, conditions=conditions)
+        return _as_it_blocks(found, plan)
 
     def faster(self, plan: Plan, like: _Way) -> Plan:
         """A faster plan than this, or this, by what was taught of another way that is like this one."""
         return min(plan, self.planner.decide_and_rehearse(self._strategy, plan, like.planner), key=_rank)
+
+    def in_other_buckets(self, plan: Plan, level: int) -> Plan:
+        """The plan with state that travels in buckets of another size, where that is faster; else the plan itself."""
+        model = self.planner.cost_model()
+        best, sizes = plan, sizes_worth_trying(model, choice_of(plan.actions, model.profile)) if plan.fits else []
+        for num_bytes in sizes:
+            way = _Way(self._first, self.travel.in_buckets_of(num_bytes), self._strategy)
+            way.look_into(level)
+            found = way.planner.in_these_buckets(best, way.eligible)
+            if found is not None:
+                best = min(best, _as_it_blocks(found, plan), key=_rank)
+        return best
 
     def wider(self, plan: Plan) -> _Way | None:
         """The same with wider windows, where these promise a faster plan than this by the models of peak and time."""
@@ -204,7 +215,7 @@ def _cheapest(ways: list[_Way], level: int, *, looks_everywhere: bool = False) -
         wide.look_into(level)
         best, fastest = min((best, fastest), (wide.faster(best, like=first), wide), key=_rank_of_first)
     # Only the fastest of all, and last: so whatever is tried beside it, no plan is slower than without it.
-    return fastest.refined(best)
+    return fastest.in_other_buckets(fastest.refined(best), level)
 
 
 def _rank_of_first(found: tuple[Plan, _Way]) -> tuple[float, ...]:
@@ -247,6 +258,13 @@ def _peak(plan: Plan) -> int:
 
 def _overlaps(plan: Plan) -> bool:
     return plan.conditions is not None and plan.conditions.async_offload
+
+
+def _as_it_blocks(plan: Plan, like: Plan) -> Plan:
+    """The plan, with why the other's transfers block, if they do."""
+    if plan.conditions is None or like.conditions is None:
+        return plan
+    return dataclasses.replace(plan, conditions=dataclasses.replace(plan.conditions, blocking=like.conditions.blocking))
 
 
 def _because(plan: Plan, rule: str, overlapped: Plan) -> Plan:

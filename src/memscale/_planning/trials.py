@@ -78,7 +78,10 @@ class Trials:
         self.costs.leave_idle(frozenset(id(p) for name, p in job.model.named_parameters() if name in untrained))
         profile = profile_model(job.model, self.rehearsal, self.stage.plain, self.costs.cost(), inputs)
         self.profile = dataclasses.replace(
-            profile, communication_bytes=job.ranks.bucket_bytes, loop_bytes=job.loop.other_bytes
+            profile,
+            communication_bytes=job.ranks.bucket_bytes,
+            loop_bytes=job.loop.other_bytes,
+            bucket_bytes=travel.bucket_bytes,
         )
         self._tried: set[TraceKey] = set()
         self._exact: dict[TraceKey, tuple[Action, ...]] = {}
@@ -102,8 +105,9 @@ class Trials:
         return frozenset(streaming.streamable(self.model, modules)) if modules else frozenset()
 
     def key_of(self, actions: tuple[Action, ...]) -> Hashable:
-        """What is done, without the reasons for it; and how tensors travel, where any does."""
-        travel = self.travel if any(technique_of(action).travels for action in actions) else None
+        """What is done, without the reasons for it; and how tensors travel, where any does: in which buckets, say the
+        actions."""
+        travel = self.travel.in_buckets_of(0) if any(technique_of(action).travels for action in actions) else None
         return travel, *map(_without_reason, actions)
 
     def blocks_hold_the_peak(self, eligible: Eligible) -> bool:

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from memscale import _json
-from memscale._plan import TileAttention, TileHead, TileMlp
+from memscale._plan import OPTIMIZER_BUCKET_BYTES, TileAttention, TileHead, TileMlp
 
 Phase = Literal["forward", "backward"]
 Recompute = Literal["none", "selective", "full"]
@@ -372,6 +372,8 @@ class Profile:
     """Buffers through which ranks exchange gradients, there all the time."""
     loop_bytes: int = 0
     """What the training loop holds beside the model all the time."""
+    bucket_bytes: int = OPTIMIZER_BUCKET_BYTES
+    """The size of the buckets in which state travels, which the costs of the optimizer are those of."""
 
     @property
     def static_bytes(self) -> int:

@@ -116,6 +116,8 @@ class PlannedStep:
     """Whether optimizer state waits in 8 bits."""
     in_buckets: bool = False
     """A few parameters are stepped at a time."""
+    bucket_bytes: int | None = None
+    """The size of the buckets in which state travels; None: none does."""
     streams: bool = False
     """Some of its parameters are not on the device."""
     guests: bool = False

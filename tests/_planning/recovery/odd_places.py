@@ -32,7 +32,7 @@ REPEATED = (
     "attribute_called_training", "named_constants", "several_errors_that_are_no_lack_of_memory", "shared_settings",
     "copied_module_constants", "descriptor_that_counts", "metaclass_that_counts", "missing_attribute_that_counts",
     "frozen_dataclass_that_counts", "list_of_functions", "mode_of_a_part", "attributes_that_share_memory",
-    "object_of_a_cached_function",
+    "object_of_a_cached_function", "set_in_the_order_of_its_filling",
 )  # fmt: skip
 """Those that are worth it."""
 
@@ -1000,3 +1000,21 @@ def list_of_functions() -> Any:
         return x * order[0](order[1](1))
 
     return odd, lambda: order[0](1)
+
+
+class Named(nn.Module):
+    """Holds a set whose order is that of its filling: 7 and 15 ask for the same place in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranks: set[int] = set()
+        self.ranks.update((7, 15))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * next(iter(self.ranks))
+
+
+@program
+def set_in_the_order_of_its_filling() -> Any:
+    odd = Named()
+    return odd, lambda: list(odd.ranks)

@@ -123,3 +123,12 @@ def test_what_a_first_forward_fills_in_is_empty_again_when_it_is_repeated(
     else:
         assert f"is not run again after this failure in {fails_in}: " in said
         assert name != "memo_first_used_in_the_step", said
+
+
+@pytest.mark.parametrize("fails_in", sorted(FAILING))
+def test_what_a_first_forward_leaves_alone_is_not_filled_anew(fails_in: str, simgpu_device: Any) -> None:
+    """Of transformers' GPT-2 one in ten was refused: a set of names came back in another order."""
+    expected, _ = trained("set_in_the_order_of_its_filling", None)
+    found, said = trained("set_in_the_order_of_its_filling", fails_in, failing_step=0)
+    assert said is None
+    assert all(map(is_same, found, expected))

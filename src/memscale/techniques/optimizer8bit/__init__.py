@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from memscale._plan import OPTIMIZER_BUCKET_BYTES, QuantizeOptimizer, Reason
+from memscale._plan import QuantizeOptimizer, Reason
 from memscale._profile import Profile
 from memscale.techniques.technique import RunOption, StateRule, Technique, Traced
 
@@ -27,7 +27,7 @@ def _values(traced: Traced, eligible: Eligible) -> tuple[bool, ...]:
 
 
 def _actions(is_quantized: bool, profile: Profile) -> Iterator[QuantizeOptimizer]:
-    yield QuantizeOptimizer(OPTIMIZER_BUCKET_BYTES)
+    yield QuantizeOptimizer(profile.bucket_bytes)
 
 
 def _value(actions: Sequence[QuantizeOptimizer], profile: Profile) -> bool:
@@ -36,7 +36,7 @@ def _value(actions: Sequence[QuantizeOptimizer], profile: Profile) -> bool:
 
 def _asked_for(profile: Profile, eligible: Eligible) -> Iterator[QuantizeOptimizer]:
     if profile.optimizer.state_bytes:
-        yield QuantizeOptimizer(OPTIMIZER_BUCKET_BYTES)
+        yield QuantizeOptimizer(profile.bucket_bytes)
 
 
 def _reason(chosen: Chosen) -> Reason:
@@ -67,7 +67,7 @@ EIGHT_BIT = Technique(
         asked_for=_asked_for,
     ),
     state=StateRule(cost=lambda profile: profile.eight_bit_optimizer),
-    step=lambda actions: {"packs": True},
+    step=lambda actions: {"packs": True, "bucket_bytes": min(action.bucket_bytes for action in actions)},
     rehearse=_rehearse,
     attach=_attach,
     place=70,

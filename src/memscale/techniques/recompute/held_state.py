@@ -10,6 +10,9 @@
 The objects themselves stay: others may know them. A tensor is the exception, since autograd would notice that it was
 written to: a copy stands in its place. What is looked into, and what is not, is said in state_beside.py; modules are
 not, nor is code.
+
+NOTE [what is as it was is not put back]: a set that is filled again with what it held may hold it in another order,
+since that depends on what came first. With elements that are text, this happens in one process of several.
 """
 
 from __future__ import annotations
@@ -57,14 +60,20 @@ class HeldState:
         shown = {key: kept.stand_in() for key, kept in self._tensors.items() if kept.is_changed}
         hidden = [(entry, entry.take()) for entry, _ in self._before]
         for entry, taken in self._before:
-            entry.put(_replaced(taken, shown) if shown else taken)
+            _put(entry, _replaced(taken, shown) if shown else taken)
         return hidden
 
 
 def hide(hidden: Hidden) -> None:
     """Let everything hold what it held before `show`."""
     for entry, taken in reversed(hidden):
-        entry.put(taken)
+        _put(entry, taken)
+
+
+def _put(entry: Entry, state: Any) -> None:
+    """See NOTE [what is as it was is not put back]."""
+    if not entry.is_as(state):
+        entry.put(state)
 
 
 def _replaced(state: Any, shown: dict[int, torch.Tensor]) -> Any:

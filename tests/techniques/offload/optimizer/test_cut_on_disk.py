@@ -14,7 +14,6 @@ import torch
 from memscale import Config
 from memscale._errors import ChecksumError, PartialStepError, StoreIOError
 from memscale._hardware import Hardware
-from memscale._planning import optimizer_trials
 from memscale._planning.job import Job
 from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale.techniques.offload.optimizer.adoption import adopt
@@ -118,19 +117,17 @@ def test_state_that_is_there_at_first_is_cut_as_well(tmp_path: pathlib.Path) -> 
 
 
 @pytest.mark.parametrize("way", ["sync", "async"])
-def test_the_peak_of_the_step_is_the_predicted_one(
-    way: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_peak_of_the_step_is_the_predicted_one(way: str, tmp_path: pathlib.Path) -> None:
     """To the byte, the step that makes the state included, with a directory as without one."""
     bucket_bytes = 300_000  # matrices of 1 MiB, in four stretches
-    monkeypatch.setattr(optimizer_trials, "OPTIMIZER_BUCKET_BYTES", bucket_bytes)
     model = Mlp(width=512, depth=3)
     costs = {}
     for directory in (None, str(tmp_path)):
         config = Config(device="simgpu", enable_logging=False, async_offload=way == "async", offload_dir=directory)
-        costs[directory] = OptimizerCosts(Job(model, config, Hardware.detect("simgpu"), "adamw")).cost()
+        found = OptimizerCosts(Job(model, config, Hardware.detect("simgpu"), "adamw"))
+        costs[directory] = found.by(found.travel.in_buckets_of(bucket_bytes)).cost()
     assert costs[None] == costs[str(tmp_path)]
-    window_bytes = OptimizerCosts(Job(model, config, Hardware.detect("simgpu"), "adamw")).travel.transfers.window_bytes
+    window_bytes = found.travel.transfers.window_bytes
     model.to("simgpu")
     with opened(f"simgpu disk {way}", tmp_path, window_bytes=window_bytes) as transfers:
         with contextlib.ExitStack() as undo:

@@ -92,7 +92,7 @@ def _values(traced: Traced, eligible: Eligible) -> tuple[float, ...]:
 
 
 def _actions(share_away: float, profile: Profile) -> Iterator[OffloadOptimizer]:
-    yield OffloadOptimizer(OPTIMIZER_BUCKET_BYTES, 1.0 - share_away)
+    yield OffloadOptimizer(profile.bucket_bytes, 1.0 - share_away)
 
 
 def _value(actions: Sequence[OffloadOptimizer], profile: Profile) -> float:
@@ -100,7 +100,11 @@ def _value(actions: Sequence[OffloadOptimizer], profile: Profile) -> float:
 
 
 def _step(actions: Sequence[OffloadOptimizer]) -> dict[str, Any]:
-    return {"moves": True, "resident_share": max(action.resident_share for action in actions)}
+    return {
+        "moves": True,
+        "resident_share": max(action.resident_share for action in actions),
+        "bucket_bytes": min(action.bucket_bytes for action in actions),
+    }
 
 
 def _careful(model: Unrehearsed) -> Iterator[OffloadOptimizer]:
@@ -116,7 +120,7 @@ def _reason(chosen: Chosen) -> Reason:
     model, run = chosen.model, chosen.choice.run
     numbers: dict[str, int | float | str] = {
         "state_bytes": model.optimizer.cost(run).state_bytes,
-        **chosen.bucket_size(OPTIMIZER_BUCKET_BYTES),
+        **chosen.bucket_size(),
         **chosen.part(offloads_optimizer=0.0),
     }
     if not resident_share(run):

@@ -57,7 +57,7 @@ def _values(traced: Traced, eligible: Eligible) -> tuple[bool, ...]:
 
 
 def _actions(is_on_device: bool, profile: Profile) -> Iterator[StepOnDevice]:
-    yield StepOnDevice(OPTIMIZER_BUCKET_BYTES)
+    yield StepOnDevice(profile.bucket_bytes)
 
 
 def _value(actions: Sequence[StepOnDevice], profile: Profile) -> bool:
@@ -76,7 +76,7 @@ def _reason(chosen: Chosen) -> Reason:
     numbers: dict[str, int | float | str] = {
         "parameter_bytes": streamed,
         "visiting_bytes": 0 if guests is None else guests.step_bytes,
-        **chosen.bucket_size(OPTIMIZER_BUCKET_BYTES),
+        **chosen.bucket_size(),
         "step_ms": round(float(optimizer.step_ms(run, streamed)), 4),
         "host_step_ms": round(float(optimizer.step_ms(on_host, streamed)), 4),
     }
@@ -94,7 +94,7 @@ DEVICE_STEP = Technique(
     travels=True,
     hindrance=_hindrance,
     option=RunOption(field="steps_on_device", values=_values, actions=_actions, value=_value),
-    step=lambda actions: {"guests": True},
+    step=lambda actions: {"guests": True, "bucket_bytes": min(action.bucket_bytes for action in actions)},
     careful=_careful,
     attach=_attach,
     place=58,

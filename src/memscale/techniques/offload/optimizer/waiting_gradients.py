@@ -70,7 +70,7 @@ def _values(traced: Traced, eligible: Eligible) -> tuple[float, ...]:
 def _actions(share: float, profile: Profile) -> Iterator[OffloadGradients]:
     for layer in profile.layers:
         if layer.is_block:
-            yield OffloadGradients(layer.module_fqn, share)
+            yield OffloadGradients(layer.module_fqn, share, profile.bucket_bytes)
 
 
 def _value(actions: Sequence[OffloadGradients], profile: Profile) -> float:
@@ -85,7 +85,7 @@ def _rehearse(trials: Trials, eligible: Eligible) -> None:
         return  # the compiler would trace hooks, ranks exchange gradients, or the step is not taken in buckets
     blocks, variants = tuple(trials.rehearsal.blocks), dict[TraceKey, tuple[Action, ...]]()
     for share in SHARES:
-        waiting = tuple(OffloadGradients(module_fqn, share) for module_fqn in blocks)
+        waiting = tuple(OffloadGradients(module_fqn, share, profile.bucket_bytes) for module_fqn in blocks)
         for treatment, actions in {KEEP: (), **trials.treatments(eligible)}.items():
             if treatment == KEEP or TraceKey(treatment) in profile.variants:
                 variants[TraceKey(treatment, waits=share)] = (*actions, *waiting)
