@@ -45,7 +45,7 @@ from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.reserved.allocation_log import AllocationLog
 from memscale._planning.reserved.allocations import Start, allocator_settings, reserved_of, settings_before_plans
 from memscale._planning.reserved.beginning import Beginning, beginning_of
-from memscale._planning.reserved.found_memory import FoundMemory, find_memory, find_placed
+from memscale._planning.reserved.found_memory import FoundMemory, find_memory, find_placed, find_workspaces
 from memscale._planning.reserved.least_reserved import growing, least_reserved
 from memscale._planning.reserved.recording import (
     Shortcuts,
@@ -469,16 +469,18 @@ class OneWay(Trials):
     @functools.cached_property
     def _start(self) -> Start:
         """What steps begin with: memory as it is where a step has begun; else which weights were placed under other
-        settings, or may have been. See NOTE [two starts] in allocations.py."""
+        settings, or may have been (NOTE [two starts] in allocations.py), or what workspaces keep."""
         if not self.hardware.present:
             return None
-        found = None
+        found, device_type = None, self.hardware.device_type
         if self.rehearsal.holds_gradients and not self.rehearsal.leaves_gradients and not self._has_state:
-            found = find_memory(self.model, self.inputs, self.hardware.device_type)
+            found = find_memory(self.model, self.inputs, device_type)
         before = settings_before_plans()
+        if found is None and before is None:
+            return find_workspaces(self.model, self.inputs, device_type, self.hardware.workspace_bytes)
         if found is not None or before is None or before.expandable_segments == self.allocator.expandable_segments:
             return found or before
-        return find_placed(before, self.model, self.inputs, self.hardware.device_type) or before
+        return find_placed(before, self.model, self.inputs, device_type) or before
 
     @property
     def _has_state(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from memscale._planning.reserved.found_memory import (
     find_placed,
     oldest_first,
     segments_in,
+    workspaces_in,
 )
 from memscale._profile.inputs import Inputs
 from memscale._units import MIB
@@ -147,6 +149,40 @@ def test_segments_as_pytorch_tells_them() -> None:
 def test_later_steps_are_played_whole(num_steps: int) -> None:
     found = reserved_of(by_hand(), num_steps=num_steps, workspace_bytes=WORKSPACE_BYTES, start=after_another_plan())
     assert found.reserved_peak_bytes == HELD_BESIDE_BYTES, "the room of the gradient is found again"
+
+
+# ---- workspaces of what ran before the plan
+
+
+def after_a_plain_step() -> CachingAllocator:
+    """Two workspaces lie in a segment of 60 MiB that a larger tensor had made."""
+    memory = CachingAllocator()
+    memory.free(memory.allocate(60 * MIB))
+    memory.allocate(WORKSPACE_BYTES)
+    between = memory.allocate(7 * MIB)
+    memory.allocate(WORKSPACE_BYTES)
+    memory.free(between)
+    return memory
+
+
+def test_segments_that_workspaces_keep_are_held_beside() -> None:
+    """Of what the workspaces keep, the step uses the 31 MiB behind them."""
+    alone, found = played(None), workspaces_in(after_a_plain_step().segments(), [], WORKSPACE_BYTES)
+    assert found is not None
+    assert found.form() == [(60 * MIB, [11 * MIB, 7 * MIB, 11 * MIB, 31 * MIB])]
+    beside = reserved_of(by_hand(), AllocatorSettings(), workspace_bytes=WORKSPACE_BYTES, start=found)
+    assert alone.reserved_peak_bytes == (12 + 12 + 12 + 30 + 12) * MIB
+    assert beside.reserved_peak_bytes == (12 + 60 + 12) * MIB
+    assert beside.allocated_peak_bytes == (12 + 11 + 11 + 31 + 12) * MIB, "there are no other workspaces"
+
+
+def test_workspaces_beside_weights_in_segments_that_grow_or_of_other_streams_are_not_apart() -> None:
+    (segment,) = after_a_plain_step().segments()
+    assert workspaces_in([segment], [segment.address + 60 * MIB], WORKSPACE_BYTES) is not None
+    assert workspaces_in([segment], [segment.address + 11 * MIB], WORKSPACE_BYTES) is None
+    assert workspaces_in([dataclasses.replace(segment, is_expandable=True)], [], WORKSPACE_BYTES) is None
+    assert workspaces_in([dataclasses.replace(segment, stream=7)], [], WORKSPACE_BYTES) is None
+    assert workspaces_in([segment], [], 2 * WORKSPACE_BYTES) is None, "nothing has their size"
 
 
 # ---- what lies where, on a card that tells

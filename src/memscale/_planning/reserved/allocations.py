@@ -31,7 +31,7 @@ from memscale._planning.reserved.allocation_log import (
     Resumed,
     Thread,
 )
-from memscale._planning.reserved.found_memory import FoundMemory, PlacedBefore
+from memscale._planning.reserved.found_memory import FoundMemory, FoundWorkspaces, PlacedBefore
 from memscale._units import show_bytes
 
 logger = logging.getLogger("memscale")
@@ -43,9 +43,9 @@ NUM_STEPS = 3
 """How many steps are played: in the second the optimizer's state is there, in the third memory is as the second left
 it."""
 
-Start = AllocatorSettings | PlacedBefore | FoundMemory | None
-"""What steps begin with: weights placed under these settings, or some of them; or memory as it was found; None: nothing
-but their own settings."""
+Start = AllocatorSettings | PlacedBefore | FoundMemory | FoundWorkspaces | None
+"""What steps begin with: weights placed under these settings, or some of them; or memory as it was found, all of it or
+what workspaces keep; None: nothing but their own settings."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,7 +105,8 @@ def reserved_of(
     asks of the allocator, once it is attached. Raises `OutOfMemoryError` where `capacity_bytes` do not suffice, and
     `HoldsMore` as soon as more than `most_bytes` are held in a step. `start`: the settings under which the weights
     may have been placed, too, or which of them were, see NOTE [two starts]; or the memory in which a step goes on that
-    has begun. Where the batch may come at several moments, each is played, see NOTE [arriving batches].
+    has begun; or what workspaces keep, see NOTE [workspaces stay]. Where the batch may come at several moments, each is
+    played, see NOTE [arriving batches].
     """
     if isinstance(start, FoundMemory):
         replay = Replay(CachingAllocator(settings, capacity_bytes), workspace_bytes, log)
@@ -118,6 +119,8 @@ def reserved_of(
         parts = log.played(num_steps, arrival)
         if isinstance(start, PlacedBefore):
             parts[0] = replay.place(start, log.origins, parts[0], settings or AllocatorSettings())
+        elif isinstance(start, FoundWorkspaces):
+            parts[0] = replay.beside(start, parts[0])
         found.append(_reserved_from(replay, parts, settings, use, most_bytes))
     return _highest(found)
 
@@ -234,6 +237,12 @@ class Replay:
                 self._threads.add(threads.pop())
             else:
                 self.memory.free(block)
+
+    def beside(self, found: FoundWorkspaces, before: list[Event]) -> list[Event]:
+        """Play what comes before the steps, and take over the workspaces that are there; what is left."""
+        self.play(before)
+        self._let_go(self.memory.adopt(found.segments), set())
+        return []
 
     def place(
         self, placed: PlacedBefore, origins: Mapping[int, Origin], before: list[Event], settings: AllocatorSettings

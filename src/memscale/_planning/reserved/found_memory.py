@@ -4,6 +4,7 @@
     reserved_of(log, settings, start=found)         # the step goes on from there
 
     find_placed(before, model, inputs, "cuda")      # which weights lie in segments that do not grow
+    find_workspaces(model, inputs, "cuda", 8_519_680)   # segments that workspaces keep, where no step is under way
 
 A loop that adds up gradients shows it when its second batch begins. The gradients of the first lie in segments that the
 plan before has made, in the sizes of that plan's tensors, and stay there until the optimizer has stepped; so do the
@@ -55,6 +56,63 @@ class PlacedBefore:
     """What came after them, into segments that grow. What is at home now has left its place among the others."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class FoundWorkspaces:
+    """Segments that do not grow, in which workspaces of matrix products lie and nothing of the step.
+
+    NOTE [workspaces stay]: a workspace comes with the first product of its thread and never goes. Where the model was
+    trained or evaluated before it is planned for, the workspace lies in a segment that this has made, which stays with
+    it, however large it is.
+    """
+
+    segments: tuple[SegmentState, ...]
+    """With nothing but workspaces in them."""
+
+    def form(self) -> list[tuple[int, list[int]]]:
+        """The size of each segment, and those of its blocks: all that counts of them."""
+        return [(one.size_bytes, [block.size_bytes for block in one.blocks]) for one in self.segments]
+
+
+def find_workspaces(model: nn.Module, inputs: Inputs, device_type: str, workspace_bytes: int) -> FoundWorkspaces | None:
+    """What the device's allocator keeps for workspaces; None where that is nothing, or it does not tell."""
+    segments = _segments_on(device_type) if workspace_bytes else None
+    known = [address for _, address in _all_addresses(model, inputs, device_type)]
+    return workspaces_in(segments or [], known, workspace_bytes)
+
+
+def workspaces_in(
+    segments: Iterable[SegmentState], known: Iterable[int], workspace_bytes: int
+) -> FoundWorkspaces | None:
+    """Those of these segments that hold workspaces of the default stream, and no tensor at a known address."""
+    addresses, found = sorted(known), []
+    for segment in segments:
+        is_apart = bisect.bisect_left(addresses, segment.address) == bisect.bisect_left(addresses, _end(segment))
+        if is_apart and not segment.is_expandable and segment.stream == 0:
+            blocks = tuple(_only_workspaces(segment.blocks, workspace_bytes))
+            if any(block.state == "allocated" for block in blocks):
+                found.append(dataclasses.replace(segment, blocks=blocks))
+    return FoundWorkspaces(tuple(found)) if found else None
+
+
+def _only_workspaces(blocks: Iterable[BlockState], workspace_bytes: int) -> Iterator[BlockState]:
+    """The blocks of a segment when all that is no workspace has been freed."""
+    free_bytes = 0
+    for block in blocks:
+        if block.state == "allocated" and block.requested_bytes == workspace_bytes:
+            if free_bytes:
+                yield BlockState(free_bytes, 0, "free")
+            yield block
+            free_bytes = 0
+        else:
+            free_bytes += block.size_bytes
+    if free_bytes:
+        yield BlockState(free_bytes, 0, "free")
+
+
+def _end(segment: SegmentState) -> int:
+    return segment.address + segment.size_bytes
+
+
 def find_placed(before: AllocatorSettings, model: nn.Module, inputs: Inputs, device_type: str) -> PlacedBefore | None:
     """What was placed under the settings that were in force before a plan let segments grow; None where the allocator
     does not tell, or no weight lies on the device."""
@@ -63,7 +121,7 @@ def find_placed(before: AllocatorSettings, model: nn.Module, inputs: Inputs, dev
     segments = _segments_on(device_type) if is_there else None
     if segments is None:
         return None
-    spans = [(one.address, one.address + one.size_bytes) for one in segments if one.is_expandable]
+    spans = [(one.address, _end(one)) for one in segments if one.is_expandable]
     there = (origin for origin, address in addresses.items() if any(start <= address < end for start, end in spans))
     return PlacedBefore(before, frozenset(there))
 

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_flatten
 from memscale._decide.policy.learned import used_for
 from memscale._execute.reserving import settings_in_force
 from memscale._planning.job import Job
+from memscale._planning.reserved.found_memory import find_workspaces
 from memscale._profile.inputs import Inputs
 from memscale._torch import private
 from memscale._torch.overrides import OWN_ATTRIBUTES, OwnHook
@@ -60,6 +61,7 @@ def fingerprint(job: Job, inputs: Inputs) -> str:
     figures = {f.name: getattr(job.hardware, f.name) for f in dataclasses.fields(job.hardware)}
     describe.add("hardware", {name: figure for name, figure in figures.items() if name not in _PASSING_FIELDS})
     describe.add("process", *_switches())
+    describe.add("workspaces", _workspaces(job, inputs))
     return describe.hash.hexdigest()
 
 
@@ -181,6 +183,14 @@ def _switches() -> Iterator[Any]:
     yield None if accelerator is None else torch.is_autocast_enabled(accelerator.type)
     settings = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "CUBLAS_WORKSPACE_CONFIG")
     yield [*(os.environ.get(name) for name in settings), settings_in_force()]  # or as another model's plan has set it
+
+
+def _workspaces(job: Job, inputs: Inputs) -> list[tuple[int, list[int]]]:
+    """What products of matrices before the plan keep of the card; see NOTE [workspaces stay]."""
+    hardware, found = job.hardware, None
+    if hardware.present:
+        found = find_workspaces(job.model, inputs, hardware.device_type, hardware.workspace_bytes)
+    return found.form() if found is not None else []
 
 
 # ---- objects
