@@ -185,6 +185,18 @@ def test_optimize_is_wrap_for_a_while() -> None:
     assert snapshot(model) == before
 
 
+def test_optimize_without_its_block_attaches_nothing_and_says_so() -> None:
+    model = small()
+    with pytest.warns(UserWarning, match="without `with`, so nothing was attached"):
+        memscale.optimize(model, None, QUIET, SAMPLE)
+    assert executor_of(model) is None
+    block = memscale.optimize(model, None, QUIET, SAMPLE)
+    with block as executor:
+        assert executor_of(model) is executor
+    with pytest.raises(RuntimeError, match="entered before"), block:
+        pass
+
+
 def test_optimize_undoes_after_an_exception() -> None:
     model = small()
     before = snapshot(model)

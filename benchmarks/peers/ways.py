@@ -118,6 +118,7 @@ def _deepspeed(training: Training, device: str) -> None:
         raise CannotRunError("its accelerators are a closed list")
     settings = {
         "train_batch_size": training.batch["input_ids"].shape[0],
+        "gradient_clipping": 0.0,  # what is not set is 1.0 in 0.19.8, which is another training
         "zero_optimization": {
             "stage": 2,
             "offload_optimizer": {"device": "cpu", "pin_memory": device != "cpu"},

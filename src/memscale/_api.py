@@ -16,7 +16,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard, TypeVar, cast
 
 from torch import nn
@@ -91,13 +91,45 @@ def wrap(
     return target
 
 
-@contextlib.contextmanager
+class _Optimizing(contextlib.AbstractContextManager[Executor]):
+    """What `optimize` gives: attached when the block is entered, detached at its end.
+
+    Without `with` nothing would be attached, and nothing in the training would show it. So one that was never entered
+    says so when it is thrown away.
+    """
+
+    def __init__(self, attaching: Callable[[], Executor]) -> None:
+        self._attaching: Callable[[], Executor] | None = attaching
+        self._executor: Executor | None = None
+
+    def __enter__(self) -> Executor:
+        # Given up here: it holds the sample, which may be on the device for as long as the block takes.
+        attaching, self._attaching = self._attaching, None
+        if attaching is None:
+            raise RuntimeError("this memscale.optimize(...) was entered before; make another one for another block")
+        self._executor = attaching()
+        return self._executor
+
+    def __exit__(self, *_: object) -> None:
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.detach()
+
+    def __del__(self) -> None:
+        if self._attaching is not None:
+            warnings.warn(
+                "memscale.optimize(...) was called without `with`, so nothing was attached: write "
+                "`with memscale.optimize(...):` around the training, or memscale.wrap(model), which needs no block",
+                stacklevel=2,
+            )
+
+
 def optimize(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     config: Config | None = None,
     sample_input: Any = None,
-) -> Iterator[Executor]:
+) -> contextlib.AbstractContextManager[Executor]:
     """`wrap` for the length of a `with` block; knows the optimizer, so the plan counts its state exactly.
 
         with memscale.optimize(model, optimizer) as executor:
@@ -120,12 +152,7 @@ def optimize(
     """
     given = Circumstances(_one_sample(sample_input), _checked_optimizer(optimizer), replica=_replica_of(model))
     _warn_of_stranger(_model_of(model), given.optimizer)
-    executor = attach(_model_of(model), _checked_config(config), given)
-    del given, sample_input  # this frame lives as long as the `with` block, and the sample may be on the device
-    try:
-        yield executor
-    finally:
-        executor.detach()
+    return _Optimizing(functools.partial(attach, _model_of(model), _checked_config(config), given))
 
 
 def execute(model: nn.Module, plan: Plan, config: Config | None = None, optimizer: Optimizer | None = None) -> Executor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import threading
 
 import pytest
 
@@ -40,6 +41,11 @@ def test_a_file_of_another_figure_is_found(tmp_path: pathlib.Path) -> None:
 def test_a_browser_draws_it(tmp_path: pathlib.Path) -> None:
     figure, path = pictures.loss_curves(CURVES, COLORS), tmp_path / "x.svg"
     pictures.write_svg(figure, path, width=300, height=200)
+    for (
+        thread
+    ) in threading.enumerate():  # asyncio's, which waits for the browser's driver to end, may outlive it a moment
+        if thread.name.startswith("asyncio-waitpid"):
+            thread.join(timeout=120)
     text = path.read_text()
     assert text.startswith("<svg")
     assert text.count('class="js-line"') == 4, "two curves, here and in the legend"

@@ -89,6 +89,17 @@ def test_the_view_has_the_same_cells(served: tuple[str, list[Telemetry]]) -> Non
         assert word in text
 
 
+def test_no_header_is_cut_in_a_terminal_of_eighty_columns(served: tuple[str, list[Telemetry]]) -> None:
+    from rich.console import Console
+
+    console = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(watch.frame_view(two(served)))
+    text = console.export_text()
+    console.file.close()
+    assert "\N{HORIZONTAL ELLIPSIS}" not in text
+    assert all(word in text for kind in watch.KINDS for word in kind.split())
+
+
 @pytest.mark.parametrize("form", ["port", "address", "url"])
 def test_endpoints_are_found(served: tuple[str, list[Telemetry]], form: str) -> None:
     url, _ = served

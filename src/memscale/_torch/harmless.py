@@ -159,6 +159,13 @@ _REFUSED_PYTHON = {
     "abc": frozenset({"register"}),
     "copyreg": words("pickle constructor add_extension remove_extension clear_extension_cache"),
     "random": frozenset({"__init__"}),
+    "torch._jit_internal": words("_overload _overload_method"),
+    "torch.distributions.distribution": frozenset({"set_default_validate_args"}),
+    "torch.nn.attention._registry": words(
+        "register_flash_attention_impl activate_flash_attention_impl restore_flash_attention_impl"
+    ),
+    "torch.utils._pytree": words("register_pytree_node _private_register_pytree_node register_constant"),
+    "torch.utils.checkpoint": words("set_device_type set_checkpoint_debug_enabled set_checkpoint_early_stop"),
 }
 """Functions of these modules that change what nobody compares."""
 

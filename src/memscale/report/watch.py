@@ -101,7 +101,7 @@ def find_endpoint(target: str) -> str:
             return f"http://127.0.0.1:{port}/metrics"
     raise ConfigError(
         f"neither port {target} nor a process of that number serves metrics of memscale on this machine: train with "
-        "memscale.Config(observability_port=9400), and watch 9400"
+        "memscale.Config(observability_port=9400), and watch 9400; until its plan is made a training serves none"
     )
 
 
@@ -262,7 +262,9 @@ def frame_view(frame: Frame) -> Any:
     for header, rows in _parts(frame):
         view = Table(show_edge=False, pad_edge=False)
         for column, name in enumerate(header):
-            view.add_column(name, justify="left" if column == 0 or name == PEAK_HEADER[-1] else "right")
+            is_left = column == 0 or name == PEAK_HEADER[-1]
+            longest = max(map(len, name.split()))  # in 80 columns, headers are broken between words and not cut
+            view.add_column(name, justify="left" if is_left else "right", min_width=longest)
         for row in rows:
             view.add_row(*(Text(cell) for cell in row))
         drawn += [Text(""), view]

@@ -32,6 +32,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -79,6 +80,7 @@ from memscale._torch.moment import Draws, Moment, is_recorded
 from memscale._torch.optimizer_steps import living_optimizers, owns_any
 from memscale._torch.overrides import ForwardOverride, MethodOverride, OwnHook
 from memscale._torch.snapshots import num_elements_in
+from memscale._torch.unversioned_steps import STEPS
 from memscale._units import show_bytes
 from memscale.techniques.offload.optimizer.buckets import values_here
 from memscale.techniques.offload.optimizer.resumed_steps import watch_plain_steps
@@ -136,6 +138,8 @@ class Recovery:
         undo.callback(model.register_forward_hook(_Returned(self)).remove)
         rescue_with(self, self, model, undo)
         watch_plain_steps(model, undo)
+        if self.may_repeat:
+            undo.callback(weakref.finalize(model, STEPS.watch()))  # a fused step between a forward and its backward
         undo.callback(self._forget)
 
     def _forget(self) -> None:
@@ -321,6 +325,9 @@ class Recovery:
             )
         if not torch.is_grad_enabled() or not step.memory.layout.has_the_parts_of(Layout(model)):
             raise NotRepeatable("the forward changed which parts the model has, or whether gradients are computed")
+        step.refuse_other_settings()
+        if where == "backward":
+            step.refuse_shared_memory()
         gc.collect()
         torch.accelerator.empty_cache()
         torch.accelerator.synchronize()

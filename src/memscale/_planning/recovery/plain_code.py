@@ -23,6 +23,7 @@ from __future__ import annotations
 import builtins
 import dis
 import enum
+import functools
 import os
 import sys
 import types
@@ -66,7 +67,7 @@ _SPECIAL_OF_CLASSES = harmless.words(
     "__init__ __module__ __doc__ __qualname__ __annotations__ __annotate__ __annotate_func__ __annotations_cache__ "
     "__dict__ __weakref__ __repr__ __str__ __firstlineno__ __static_attributes__ __parameters__ __orig_bases__ "
     "__dataclass_fields__ __dataclass_params__ __match_args__ __eq__ __hash__ __post_init__ __abstractmethods__ "
-    "__constants__ __jit_unused_properties__ __replace__"
+    "__constants__ __jit_unused_properties__ __replace__ __slotnames__"
 )
 """Special names that a class of the user may have: no forward runs them, or they are generated."""
 _TENSORS = (torch.Tensor, nn.Parameter, nn.Buffer)
@@ -83,16 +84,16 @@ def _refuse(what: str) -> None:
 
 
 def is_shipped(code: types.CodeType, namespace: Mapping[str, Any]) -> bool:
-    """Whether it is code of PyTorch, the standard library, MemScale, or of a known library's own files."""
+    """Whether it is code of PyTorch, the standard library, MemScale, or of a known library: of their own files."""
     name = str(namespace.get("__name__") or "")
-    if not is_own(name):
-        return bool(name)
     root = name.partition(".")[0]
-    file = getattr(sys.modules.get(root), "__file__", None)
-    if root not in LIBRARIES or file is None:
+    if not name or (is_own(name) and root not in LIBRARIES):
         return False
-    is_generated = code.co_filename == "<string>"  # the methods of a dataclass
-    return is_generated or code.co_filename.startswith(os.path.dirname(file) + os.sep)
+    file = getattr(sys.modules.get(root), "__file__", None)
+    if file is None:
+        return not is_own(name)
+    is_generated = code.co_filename == "<string>" and (is_own(name) or is_special(code.co_name))  # of a dataclass
+    return is_generated or code.co_filename.startswith((os.path.dirname(file) + os.sep, "<frozen "))
 
 
 def _is_shipped_class(kind: type) -> bool:
@@ -126,6 +127,8 @@ class PlainModel:
         for _, hooks in private.global_module_hooks():
             _refuse_hooks("all modules", hooks)
         self._follow_names()
+        for kind in {torch.Tensor, nn.Parameter, *map(type, self._parts.values())}:
+            self._refuse_hung(kind)
 
     def refuse_others(self, ran: Mapping[types.CodeType, Mapping[str, Any]]) -> None:
         """Raise `NotComparable` if code of the user ran that is not among what was seen."""
@@ -241,6 +244,22 @@ class PlainModel:
                 _, values, kind = self._holders[key]
                 self._verify_value(values[name], f"{kind}.{name}")
 
+    def _refuse_hung(self, kind: type) -> None:
+        """The user may have put something on a class of PyTorch, too, by a name that his code uses."""
+        for base in kind.__mro__:
+            if is_own(base.__module__) and base.__module__.partition(".")[0] not in LIBRARIES:
+                continue
+            for name in self._names & vars(base).keys():
+                value = vars(base)[name]
+                function: Any = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+                is_bound = isinstance(function, types.BuiltinFunctionType | types.MethodWrapperType)
+                if is_bound and not isinstance(function.__self__, type | types.ModuleType | types.NoneType):
+                    _refuse(f"{base.__name__}.{name} is a method of {_article(type(function.__self__))}")
+                if isinstance(function, types.FunctionType) and not is_shipped(function.__code__, function.__globals__):
+                    _refuse(f"{base.__name__}.{name} is a function of others")
+                if is_own(type(function).__module__) or isinstance(function, functools.partial):
+                    _refuse(f"{base.__name__}.{name} is {_article(type(function))}")
+
     # ---- values
 
     def _verify_value(self, value: Any, name: str) -> None:
@@ -325,6 +344,8 @@ def _refuse_class(base: type) -> None:
     for name, value in vars(base).items():
         if is_special(name) and name not in _SPECIAL_OF_CLASSES:
             _refuse(f"{base.__name__} has {name}")
+        if is_special(name) and callable(value) and not isinstance(value, types.FunctionType):
+            _refuse(f"{base.__name__}.{name} is no plain function")  # it would not be seen when it runs
         if name in _OF_CALLS:
             _refuse(f"{base.__name__} has a {name} of its own")
         kind = type(value)

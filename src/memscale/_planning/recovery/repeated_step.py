@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import operator
 import weakref
 from collections.abc import Iterable
@@ -20,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from memscale._planning.recovery.not_repeatable import NotRepeatable
 from memscale._planning.recovery.steps_beside import Taken
 from memscale._torch import private
+from memscale._torch.entries import is_own
 from memscale._torch.moment import Draws, Moment
 from memscale._torch.snapshots import groups_sharing_memory, versions_of
 from memscale.techniques.recompute.backward_errors import BackwardCall
@@ -96,6 +98,10 @@ class Step:
     """Which parameters, buffers and inputs needed a gradient when the forward began."""
     given: list[torch.Tensor] = dataclasses.field(default_factory=list)
     """The inputs."""
+    settings: tuple[Any, ...] = dataclasses.field(default_factory=private.settings_now)
+    """PyTorch's own when the forward began."""
+    places: list[int] = dataclasses.field(default_factory=list)
+    """Where the parameters, and the inputs, lay in memory when the forward was over."""
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before the forward: what its repetition would be given."""
@@ -104,7 +110,7 @@ class Step:
         self.trained = self._trained_now()
         if self.problem is not None:
             return
-        if any(not isinstance(leaf, _PLAIN) for leaf in leaves):
+        if not all(map(_is_plain, leaves)):
             self.problem = "the batch holds objects that the forward may have changed"
         elif any(isinstance(leaf, torch.Tensor) and leaf.__dict__ for leaf in leaves):
             self.problem = "a tensor of the batch has attributes of its own, which the forward may have changed"
@@ -126,6 +132,7 @@ class Step:
         """After the forward: what is not to change before its backward. Parameters are compared with what they were
         before it, and buffers with `attributes`."""
         self._note(leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor))
+        self.places = self._places_now()
 
     def await_gradients(self, leaves: list[Any]) -> None:
         """The forward is over, and these are what it returned: gradients that come to them are noted."""
@@ -158,10 +165,53 @@ class Step:
         """Whether the forward, run again, would lead to the gradients of other parameters."""
         return self._trained_now() != self.trained
 
+    def refuse_other_settings(self) -> None:
+        """The forward, run again, would compute with other types, on another device, or by other kernels."""
+        if private.settings_now() != self.settings:
+            raise NotRepeatable(
+                "settings of PyTorch (the default type or device, precision, kernels of attention or threads) are not "
+                "what they were when its forward began"
+            )
+
+    def refuse_shared_memory(self) -> None:
+        """NumPy, or another process, may have written to memory of the host since, of which no tensor knows."""
+        tensors = [*self.memory.values, *tree_leaves((self.args, self.kwargs))]
+        if any(isinstance(each, torch.Tensor) and _may_be_written_unseen(each) for each in tensors):
+            raise NotRepeatable(
+                "an input, a buffer or a parameter lies in host memory, where NumPy or another process may have written"
+            )
+
+    def _places_now(self) -> list[int]:
+        return [*map(_place_of, self.memory.values[self.memory.layout.parameters]), *map(_place_of, self.given)]
+
     @property
     def has_changed(self) -> bool:
-        """Whether the forward, run again, would see other inputs."""
+        """Whether the forward, run again, would see other inputs, or other tensors in the place of parameters
+        (`parameter.data = ...`, which gives it no new version)."""
+        if self.places and self._places_now() != self.places:
+            return True
         return any(tensor._version != version for tensor, version in self.versions)
+
+
+def _place_of(tensor: torch.Tensor | None) -> int:
+    try:
+        return 0 if tensor is None else tensor.data_ptr()
+    except RuntimeError:  # a tensor without memory of its own
+        return 0
+
+
+def _is_plain(leaf: Any) -> bool:
+    """Numbers and texts of own classes may have methods that remember."""
+    return isinstance(leaf, _PLAIN) and (
+        isinstance(leaf, torch.Tensor | enum.Enum) or not is_own(type(leaf).__module__)
+    )
+
+
+def _may_be_written_unseen(tensor: torch.Tensor) -> bool:
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return False
+    storage = tensor.untyped_storage()
+    return storage.is_shared() or not storage.resizable()
 
 
 class _Arrived:

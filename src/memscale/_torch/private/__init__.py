@@ -96,6 +96,7 @@ from memscale._torch.private.ranks import (
 )
 from memscale._torch.private.remembering import CommunicatesError, Remembered, fake_tensor_mode
 from memscale._torch.private.saving import pickled_as_on
+from memscale._torch.private.settings import settings_now
 from memscale._torch.private.storages import (
     NUM_HOLDERS_IN_DISPATCH,
     num_holders,
@@ -185,6 +186,7 @@ __all__ = [
     "selective_contexts",
     "sequence_number",
     "set_allocator_settings",
+    "settings_now",
     "share_version_counter",
     "step_pre_hooks",
     "storage_key",

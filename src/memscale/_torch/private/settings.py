@@ -1,0 +1,33 @@
+"""PyTorch's settings of a process, or of a thread, that decide which numbers a computation gives.
+
+Relies on: the functions by which `torch.backends` reads them, and the mode that a default device is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_QUESTIONS = (
+    "_get_deterministic_algorithms", "_get_deterministic_fill_uninitialized_memory", "_get_float32_matmul_precision",
+    "_get_flash_sdp_enabled", "_get_mem_efficient_sdp_enabled", "_get_math_sdp_enabled", "_get_cudnn_sdp_enabled",
+    "_get_math_sdp_allow_fp16_bf16_reduction", "_get_sdp_priority_order", "_get_cudnn_enabled",
+    "_get_cudnn_benchmark", "_get_cudnn_deterministic", "_get_cudnn_allow_tf32", "_get_mkldnn_enabled",
+    "_get_cublas_allow_fp16_reduced_precision_reduction", "_get_cublas_allow_bf16_reduced_precision_reduction",
+)  # fmt: skip
+_ASKED = tuple(getattr(torch._C, name) for name in _QUESTIONS if hasattr(torch._C, name))
+
+
+def settings_now() -> tuple[Any, ...]:
+    """To be compared with what it was: the default type and devices, precision, and which kernels may be used."""
+    return (torch.get_default_dtype(), torch.get_num_threads(), _default_devices(), *(ask() for ask in _ASKED))
+
+
+def _default_devices() -> tuple[torch.device, ...]:
+    if not torch._C._len_torch_function_stack():
+        return ()
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._device import DeviceContext
+
+    return tuple(mode.device for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext))

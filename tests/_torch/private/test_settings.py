@@ -1,0 +1,43 @@
+"""Says when a PyTorch release changes what `_torch/private/settings.py` relies on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from memscale._torch import private
+
+pytestmark = pytest.mark.unit
+
+
+@contextlib.contextmanager
+def _set(change: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
+    change(value)
+    try:
+        yield
+    finally:
+        change(before)
+
+
+CHANGES: dict[str, Callable[[], Any]] = {
+    "default type": lambda: _set(torch.set_default_dtype, torch.float64, torch.float32),
+    "default device": lambda: torch.device("meta"),
+    "deterministic algorithms": lambda: _set(torch.use_deterministic_algorithms, True, False),
+    "precision of products": lambda: _set(torch.set_float32_matmul_precision, "high", "highest"),
+    "kernels of attention": lambda: sdpa_kernel(SDPBackend.MATH),
+    "threads": lambda: _set(torch.set_num_threads, torch.get_num_threads() + 1, torch.get_num_threads()),
+    "cuDNN": lambda: torch.backends.cudnn.flags(enabled=False),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_setting_that_was_changed_is_seen(name: str) -> None:
+    before = private.settings_now()
+    with CHANGES[name]():
+        assert private.settings_now() != before
+    assert private.settings_now() == before
