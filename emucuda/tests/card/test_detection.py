@@ -46,6 +46,16 @@ def test_an_earlier_peak_is_as_it_was():
     assert statistics()[2:] == before[2:]
 
 
+def test_the_workspace_that_stays_keeps_no_large_segment():
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
+    hardware = memscale.Hardware.detect("cuda")
+    assert hardware.matmul_efficiency == 1.0  # it was measured
+    assert torch.cuda.memory_reserved() - before <= 20 << 20
+
+
 def test_a_full_card_is_no_error():
     free, _ = torch.cuda.mem_get_info()
     held = torch.empty(free - (64 << 20), dtype=torch.uint8, device="cuda")

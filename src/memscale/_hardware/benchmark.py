@@ -236,6 +236,10 @@ def _figures_or_refusal(device: torch.device, sizes: _Sizes) -> Figures | str:
 def _figures(device: torch.device, sizes: _Sizes) -> Figures:
     import torch
 
+    if device.type != "cpu":
+        tiny = torch.ones(8, 8, device=device)
+        tiny @ tiny  # the workspace stays, and would keep the segment of a large buffer
+        del tiny
     fastest = _Stopwatch(device).fastest
     memory, launch_s, links = _memory_figures(fastest, device, sizes.line)
     fp32, half = (_matmul_flops(fastest, device, sizes.width, dtype) for dtype in (torch.float32, torch.bfloat16))
