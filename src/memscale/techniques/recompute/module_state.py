@@ -38,6 +38,7 @@ import torch
 from torch import nn
 
 from memscale._torch import private
+from memscale._torch.carried_attributes import attributes_of
 from memscale._torch.overrides import OWN_ATTRIBUTES
 from memscale._torch.snapshots import (
     ABSENT,
@@ -595,7 +596,8 @@ class _Held:
             found = zip(layout.slots[layout.attributes], memory.values[layout.attributes], strict=True)
             holders = {slot: value for slot, value in found if _may_hold(value)}
             parameters = zip(layout.slots[layout.parameters], memory.values[layout.parameters], strict=True)
-            holders |= {slot: vars(parameter) for slot, parameter in parameters if _has_attributes(parameter)}
+            carried = ((slot, attributes_of(parameter)) for slot, parameter in parameters if parameter is not None)
+            holders |= {slot: attributes for slot, attributes in carried if attributes is not None}
             memory.held = _look_inside(holders)
         elif known:
             memory.held = {
@@ -621,12 +623,6 @@ _HOLD_NOTHING = (type(None), bool, int, float, complex, str, bytes, torch.Tensor
 def _may_hold(value: Any) -> bool:
     """Generators that an attribute holds itself have a place of their own, which is faster."""
     return type(value) not in _HOLD_NOTHING and not is_generator(value)
-
-
-def _has_attributes(parameter: Any) -> bool:
-    """Whether somebody has put something on this parameter. What a class with a dispatch of its own has is its own."""
-    is_plain = getattr(type(parameter), "__torch_dispatch__", None) is torch.Tensor.__torch_dispatch__
-    return is_plain and bool(vars(parameter))
 
 
 def _holder(value: Any) -> Any:
