@@ -56,6 +56,30 @@ class Averaged(Block):
         return x + self.down(y)
 
 
+class ReplacesBuffer(Block):
+    """What was saved of a view keeps the values of before, and nothing is saved after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1, SIZE))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(torch.tanh(self.up(x))) * self.scale[0]
+        self.scale.data = self.scale.data * 1.5
+        return x + y
+
+
+class GrowsBuffer(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.ones(1, SIZE))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.up(x)) * self.seen.mean(0)
+        self.seen.data = torch.cat([self.seen.data, y.detach().mean(0, keepdim=True)])
+        return x + self.down(y)
+
+
 class Normed(Block):
     """A batch norm writes to its statistics in training, and its backward reads them in evaluation."""
 
@@ -189,7 +213,15 @@ def pair(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(
-    ("build", "loss"), [(Averaged, once), (Averaged, two_forwards), (Normed, evaluated_first), (ReplacesResult, once)]
+    ("build", "loss"),
+    [
+        (Averaged, once),
+        (Averaged, two_forwards),
+        (ReplacesBuffer, two_forwards),
+        (GrowsBuffer, two_forwards),
+        (Normed, evaluated_first),
+        (ReplacesResult, once),
+    ],
 )
 def test_backward_uses_what_plain_pytorch_uses(build, loss, plan: str, tmp_path: pathlib.Path) -> None:
     plain, model = pair(build)

@@ -66,7 +66,7 @@ class FoundWorkspaces:
     """
 
     segments: tuple[SegmentState, ...]
-    """With nothing but workspaces in them."""
+    """Those with nothing but workspaces in them."""
 
     def form(self) -> list[tuple[int, list[int]]]:
         """The size of each segment, and those of its blocks: all that counts of them."""

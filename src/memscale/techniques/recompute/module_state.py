@@ -32,12 +32,13 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
 from memscale._torch import private
+from memscale._torch.carried_attributes import attributes_of
 from memscale._torch.overrides import OWN_ATTRIBUTES
 from memscale._torch.snapshots import (
     ABSENT,
@@ -181,6 +182,22 @@ def _tables_of(part: nn.Module) -> tuple[Table, Table, Table, Table]:
     return part.__dict__, part._parameters, part._buffers, part._modules
 
 
+class Left(NamedTuple):
+    """How a forward left a buffer. See NOTE [silent writes]."""
+
+    buffer: torch.Tensor
+    version: int
+    address: int
+    """Where its memory was then."""
+    is_moved: bool
+    """Whether that was elsewhere when the forward began."""
+
+    @classmethod
+    def now(cls, buffer: torch.Tensor, begun_at: int) -> Left:
+        address = buffer.data_ptr()
+        return cls(buffer, version_of(buffer), address, address != begun_at)
+
+
 class Memory:
     """What one forward found."""
 
@@ -200,10 +217,10 @@ class Memory:
         """Those that it left alone, with their versions."""
         self.copies: dict[Slot, Any] = {}
         """Earlier values of the buffers that it changed; None or `ABSENT` for those that it made."""
-        self.copied: dict[Slot, torch.Tensor] = {}
-        """Those buffers, until the forward is over."""
-        self.left: dict[Slot, tuple[torch.Tensor, int]] = {}
-        """Those buffers, and the versions that it left them with. See NOTE [silent writes]."""
+        self.copied: dict[Slot, tuple[torch.Tensor, int]] = {}
+        """Those buffers and the addresses of their memory, until the forward is over."""
+        self.left: dict[Slot, Left] = {}
+        """How it left those buffers. See NOTE [silent writes]."""
         self.shared: frozenset[Slot] = frozenset()
         """Those of the copied buffers that share memory with another one."""
         self.tensors: Sequence[tuple[Slot, Any, int]] = ()
@@ -234,8 +251,8 @@ class Shown:
     __slots__ = ("contents", "entries", "generators", "hidden", "stand_ins")
 
     def __init__(self) -> None:
-        self.stand_ins: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        """Copies of buffers, the buffers and the versions that their forward left them with."""
+        self.stand_ins: list[tuple[torch.Tensor, int, Left]] = []
+        """Copies of buffers, the addresses of their memory, and how their forward left the buffers."""
         self.contents: tensors_beside.Contents = []
         self.hidden: list[Hidden] = []
         self.entries: list[tuple[Table, str, Any]] = []
@@ -342,7 +359,7 @@ class ModuleState:
         if memory.copies:
             clones = clones_of(memory.copies, memory.shared)
             shown.put(layout, clones.items())
-            shown.stand_ins = [(clones[slot], *left) for slot, left in memory.left.items()]
+            shown.stand_ins = [(clones[slot], clones[slot].data_ptr(), left) for slot, left in memory.left.items()]
         if memory.attributes:
             shown.put(layout, [(slot, stand_in_for(value)) for slot, value in memory.attributes.items()])
         for generator, state in memory.generators:
@@ -393,12 +410,22 @@ class ModuleState:
             set_state(generator, state)
 
 
-def _let_silent_writes_through(stand_ins: list[tuple[torch.Tensor, torch.Tensor, int]]) -> None:
-    """See NOTE [silent writes]."""
-    pairs = [(copied, buffer) for copied, buffer, version in stand_ins if version_of(buffer) == version]
-    if pairs:
-        with private.real_tensors():
-            private.write_silently([copied for copied, _ in pairs], [buffer for _, buffer in pairs])
+def _let_silent_writes_through(stand_ins: list[tuple[torch.Tensor, int, Left]]) -> None:
+    """See NOTE [silent writes]. Where a buffer has other memory by now (`.data = ...`), so must its copy: what was
+    saved of its views keeps the values of before, also where the recompute ended before it came to that."""
+    known = [each for each in stand_ins if version_of(each[2].buffer) == each[2].version]
+    in_place = [
+        (copied, left.buffer)
+        for copied, address, left in known
+        if left.buffer.data_ptr() == left.address and (copied.data_ptr() != address) == left.is_moved
+    ]
+    written = {id(copied) for copied, _ in in_place}
+    with private.real_tensors():
+        if in_place:
+            private.write_silently([copied for copied, _ in in_place], [buffer for _, buffer in in_place])
+        for copied, _, left in known:
+            if id(copied) not in written:
+                copied.data = left.buffer.detach().clone()
 
 
 def _show_others(memory: Memory, shown: Shown) -> None:
@@ -458,7 +485,7 @@ class _Buffers:
         elif copied:
             memory.shared = self._shared.intersection(copied)
             memory.copies = clones_of(copied, memory.shared)
-            memory.copied = {slot: value for slot, value in copied.items() if _may_be_saved(value)}
+            memory.copied = {slot: (value, value.data_ptr()) for slot, value in copied.items() if _may_be_saved(value)}
 
     def _may_change(self, value: torch.Tensor) -> bool:
         """Whether a value may change unseen; the versions of large ones that are written to as usual tell of it."""
@@ -495,7 +522,7 @@ class _Buffers:
             known.update(touched)
             _refuse_buffer(layout, next(iter(touched)))
         copied, memory.copied = memory.copied, {}
-        memory.left = {slot: (value, version_of(value)) for slot, value in copied.items() if slot in memory.copies}
+        memory.left = {slot: Left.now(*found) for slot, found in copied.items() if slot in memory.copies}
 
     def _learn(self, memory: Memory, touched: dict[Slot, Any]) -> None:
         changed = {
@@ -595,7 +622,8 @@ class _Held:
             found = zip(layout.slots[layout.attributes], memory.values[layout.attributes], strict=True)
             holders = {slot: value for slot, value in found if _may_hold(value)}
             parameters = zip(layout.slots[layout.parameters], memory.values[layout.parameters], strict=True)
-            holders |= {slot: vars(parameter) for slot, parameter in parameters if _has_attributes(parameter)}
+            carried = ((slot, attributes_of(parameter)) for slot, parameter in parameters if parameter is not None)
+            holders |= {slot: attributes for slot, attributes in carried if attributes is not None}
             memory.held = _look_inside(holders)
         elif known:
             memory.held = {
@@ -621,12 +649,6 @@ _HOLD_NOTHING = (type(None), bool, int, float, complex, str, bytes, torch.Tensor
 def _may_hold(value: Any) -> bool:
     """Generators that an attribute holds itself have a place of their own, which is faster."""
     return type(value) not in _HOLD_NOTHING and not is_generator(value)
-
-
-def _has_attributes(parameter: Any) -> bool:
-    """Whether somebody has put something on this parameter. What a class with a dispatch of its own has is its own."""
-    is_plain = getattr(type(parameter), "__torch_dispatch__", None) is torch.Tensor.__torch_dispatch__
-    return is_plain and bool(vars(parameter))
 
 
 def _holder(value: Any) -> Any:

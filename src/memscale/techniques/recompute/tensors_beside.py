@@ -7,10 +7,10 @@
     hidden = show(kept)                           # what they held then; then the recompute
     hide(hidden)                                  # and what they hold now
 
-They are plain attributes, tensors in lists and objects that attributes hold, buffers of modules that are hidden there,
-globals, closures and class attributes; registered buffers, too, if they are known by such a name as well. Statistics
-are kept in such places, and `F.batch_norm` writes to them without telling autograd, so neither versions nor a first run
-say whether they change.
+They are plain attributes, tensors in lists and objects that attributes hold, what parameters carry, buffers of modules
+that are hidden there, globals, closures and class attributes; registered buffers, too, if they are known by such a name
+as well. Statistics are kept in such places, and `F.batch_norm` writes to them without telling autograd, so neither
+versions nor a first run say whether they change.
 
 NOTE [contents, not stand-ins]: nobody knows all the names under which such a tensor is reached, so the recompute gets
 the very tensor, with its earlier contents. They are written through `.data`, unseen by autograd. What the recompute's
@@ -38,6 +38,7 @@ from torch import nn
 
 from memscale._torch import private
 from memscale._torch.bit_sums import has_plain_memory, sums_of_bits
+from memscale._torch.carried_attributes import attributes_of
 from memscale._torch.snapshots import version_of
 from memscale._torch.state_beside import Beside, tensors_in
 
@@ -173,7 +174,9 @@ def _find(module: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """What is reached without being asked for as a buffer, and the large ones of what attributes hold. Takes some
     milliseconds, so it is done once."""
     parts = list(module.modules())
-    held = Beside.inside([value for part in parts for name, value in vars(part).items() if name not in _COMMON])
+    carried = [attributes_of(parameter) for parameter in module.parameters()]
+    own = [value for part in parts for name, value in vars(part).items() if name not in _COMMON]
+    held = Beside.inside([*own, *(attributes for attributes in carried if attributes)])
     reached = Beside.of_model(module)
     known = {id(part) for part in parts}
     hidden = {id(each): each for each in _modules_in(held, reached) if id(each) not in known}

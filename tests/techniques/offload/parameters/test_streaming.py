@@ -22,14 +22,17 @@ from memscale._plan import StreamParameters
 from memscale.techniques.offload.parameters import streaming
 from tests.lanes import in_turns
 from tests.models import SUITE, Case
+from tests.parity import equal
 from tests.techniques.offload.runs import (
     DEVICE,
     MODES,
     WIDTH,
     Block,
+    Boom,
     Gpt,
     Run,
     backward,
+    explode,
     gradients,
     let_autograd_finish,
     loss_of,
@@ -646,3 +649,24 @@ def test_plans_that_make_no_sense_are_refused_without_a_trace():
         with contextlib.ExitStack() as undo, pytest.raises(PlanError, match=message):
             streaming.attach([StreamParameters(name) for name in names], model, device, undo)
     assert [(dict(vars(module)), set(module._parameters)) for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_an_error_in_backward_leaves_gradients_whole(accumulates: bool) -> None:
+    """Which have come home depends on threads; each is that of plain PyTorch after the error, or that of before."""
+    plain, model = pair(lambda: Gpt(4))
+    with streamed(model):
+        for each in (plain, model):
+            if accumulates:
+                backward(each)
+        before = gradients(plain)
+        for each in (plain, model):
+            handle = each.blocks[0].register_forward_hook(lambda part, args, out: out.register_hook(explode) and None)
+            with pytest.raises(Boom):
+                backward(each, 1)
+            handle.remove()
+        let_autograd_finish()
+        after = gradients(plain)
+        assert not equal(after["blocks.2.mix.weight"], before["blocks.2.mix.weight"])
+        for name, gradient in gradients(model).items():
+            assert equal(gradient, after[name]) or equal(gradient, before[name]), name

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 from memscale._errors import OffloadError, PlanError
 from memscale._plan import StreamParameters
 from memscale._torch import private
+from memscale._torch.carried_attributes import lend_attributes, return_attributes
 from memscale._torch.overrides import OwnHook, find_module, keep_copies_clean
 from memscale.techniques.offload.optimizer import implementations, in_parts
 from memscale.techniques.offload.parameters import (
@@ -275,6 +276,8 @@ class StreamedForward(RecomputedForward):
                 yield links, [lender for lender in lent if lender is not None]
                 self._refuse_changed(loans, looks)
             finally:
+                for loan in loans:
+                    loan.return_attributes()
                 _put_back(real)
         finally:
             _put_back(real)  # once more: Ctrl-C may have come in the middle, and copies in their places train nothing
@@ -343,6 +346,13 @@ class _Loan:
         self._parameter = parameter
         self._version = None if weight.is_inference() else weight._version
         self._storage_key = private.storage_key(weight.untyped_storage())
+        self._lent = lend_attributes(parameter, weight)
+
+    def return_attributes(self) -> None:
+        """Put on the parameter what the forward has put on its copy."""
+        weight = self._weight()
+        if weight is not None and self._lent is not None:
+            return_attributes(self._parameter, weight, self._lent)
 
     def was_changed(self, *, look: bool) -> bool:
         """Whether the copy was written to or replaced. `look` also finds writes past the version counter (`.data`)."""
