@@ -17,6 +17,7 @@ from memscale._decide.choice import Choice, RunOptions, actions_of
 from memscale._decide.cost_model import CostModel
 from memscale._execute.executor import execute
 from memscale._execute.settings import ExecutionSettings
+from memscale._plan import OPTIMIZER_BUCKET_BYTES
 from memscale._planning.job import Job
 from memscale._planning.planner import Planner
 from memscale._profile import CHECKPOINT, KEEP, OFFLOAD, STREAM, Treatment
@@ -66,6 +67,9 @@ class SetUp:
     rows: int
     card: simgpu.Card
     config: Config
+    bucket_bytes: int = OPTIMIZER_BUCKET_BYTES
+    num_steps: int = 1
+    """How many are timed together: more where the next forward takes part in a step."""
 
     def build(self) -> nn.Module:
         torch.manual_seed(0)
@@ -88,6 +92,9 @@ APART = SetUp(
     ),
 )
 """What a block saves takes 2.7 times as long to travel as its forward computes, and windows hold that of one block."""
+LINEAR_BYTES = 2 * WIDTH * WIDTH * 4
+IN_BUCKETS = SetUp(8, WIDTH, 2 * ROWS, dataclasses.replace(CARD, link_gbps=8.0), CONFIG, LINEAR_BYTES, num_steps=6)
+"""The matrices of a block are a bucket each, and passes take about as long as the state travels."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,16 +114,16 @@ class Clocked:
         model = self.of.build()
         executor = execute(model, plan, settings)
         try:
-            return predicted, step_ms(model, self.of.batch()) / self.plain_ms
+            return predicted, step_ms(model, self.of) / self.plain_ms
         finally:
             executor.detach()
 
 
-def step_ms(model: nn.Module, batch: torch.Tensor) -> float:
+def step_ms(model: nn.Module, of: SetUp) -> float:
     """The time of a step of the steady state. See NOTE [one thread of the host]."""
     optimizer = torch.optim.AdamW(model.parameters())
-    x = batch.to("simgpu")
-    for step in range(NUM_WARM_STEPS + 1):
+    x = of.batch().to("simgpu")
+    for step in range(NUM_WARM_STEPS + of.num_steps):
         if step == NUM_WARM_STEPS:
             torch.accelerator.synchronize()
             start = simgpu.virtual_ms()
@@ -125,7 +132,7 @@ def step_ms(model: nn.Module, batch: torch.Tensor) -> float:
             model(x).square().mean().backward()
         optimizer.step()
     torch.accelerator.synchronize()
-    return float(simgpu.virtual_ms() - start)
+    return float(simgpu.virtual_ms() - start) / of.num_steps
 
 
 @pytest.fixture(autouse=True)
@@ -154,9 +161,10 @@ def clock_of(set_up: SetUp) -> Iterator[Clocked]:
         simgpu.set_card(set_up.card)
         inputs = Inputs((set_up.batch(),), {})
         planner = Planner(Job(set_up.build(), set_up.config, Hardware.detect("simgpu")), inputs)
-        planner.look_into_everything(planner.job.eligible.under(set_up.config))
-        found = Clocked(set_up, planner.cost_model(), step_ms(set_up.build().to("simgpu"), set_up.batch()))
-        del planner
+        way = planner.by(planner.travel.in_buckets_of(set_up.bucket_bytes))
+        way.look_into_everything(planner.job.eligible.under(set_up.config))
+        found = Clocked(set_up, way.cost_model(), step_ms(set_up.build().to("simgpu"), set_up))
+        del planner, way
         yield found
     simgpu.reset()
 
@@ -164,6 +172,12 @@ def clock_of(set_up: SetUp) -> Iterator[Clocked]:
 @pytest.fixture(scope="module")
 def clocked() -> Iterator[Clocked]:
     with clock_of(FOUR) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def in_buckets() -> Iterator[Clocked]:
+    with clock_of(IN_BUCKETS) as found:
         yield found
 
 
@@ -217,4 +231,17 @@ def test_activations_and_weights_that_share_the_link(far_apart: Clocked, pattern
     sent = far_apart.predicted.sent_by_blocks(RunOptions())
     assert {one.num_bytes for one in sent.values()} == {SENT_BYTES}
     predicted, shown = far_apart.ratios(Choice(blocks, RunOptions(steps_on_device=True)))
+    assert predicted == pytest.approx(shown, rel=0.05)
+
+
+EARLY, LATE = ((("blocks.5", 12 * LINEAR_BYTES),), (("blocks.5", 12 * LINEAR_BYTES),))
+
+
+@pytest.mark.parametrize(("early", "late"), [((), ()), (EARLY, ()), ((), LATE), (EARLY, LATE)])
+@pytest.mark.parametrize("streams", ["", "2345"])
+def test_state_that_comes_early_and_leaves_late(in_buckets: Clocked, early: Any, late: Any, streams: str) -> None:
+    """Beside passes whose link is idle, and beside those of streamed blocks. The last step waits for what is late."""
+    blocks = tuple((f"blocks.{index}", STREAM) for index in map(int, streams))
+    run = RunOptions(offloads_optimizer=1.0, steps_on_device=bool(streams), early_state=early, late_state=late)
+    predicted, shown = in_buckets.ratios(Choice(blocks, run))
     assert predicted == pytest.approx(shown, rel=0.05)

@@ -17,6 +17,8 @@ from memscale._execute.executor import execute
 from memscale._execute.settings import ExecutionSettings
 from memscale._plan import OPTIMIZER_BUCKET_BYTES, OffloadOptimizer, StepInBuckets, StreamParameters
 from memscale.techniques.offload.optimizer.adoption import adopt
+from memscale.techniques.offload.optimizer.early_state import FetchStateEarly
+from memscale.techniques.offload.optimizer.late_state import SendStateLate
 from memscale.techniques.offload.optimizer.on_device import StepOnDevice
 from memscale.techniques.offload.store.stores import PartEvents
 from tests.lanes import in_turns
@@ -155,7 +157,17 @@ TRAVELLING: dict[str, list[Any]] = {
     "half of the state": [OffloadOptimizer(BUCKET_BYTES, 0.5)],
     "guests": [*STREAMED, StepOnDevice(BUCKET_BYTES), StepInBuckets(BUCKET_BYTES)],
     "guests and half of the state": [*STREAMED, StepOnDevice(BUCKET_BYTES), OffloadOptimizer(BUCKET_BYTES, 0.5)],
+    "early state": [OffloadOptimizer(BUCKET_BYTES), FetchStateEarly("4", 6 * BUCKET_BYTES)],
+    "late state": [OffloadOptimizer(BUCKET_BYTES), SendStateLate("4", 6 * BUCKET_BYTES)],
+    "early and late state": [
+        *(OffloadOptimizer(BUCKET_BYTES), FetchStateEarly("4", 6 * BUCKET_BYTES), SendStateLate("4", 6 * BUCKET_BYTES))
+    ],
+    "guests, early and late state": [
+        *(*STREAMED, StepOnDevice(BUCKET_BYTES), OffloadOptimizer(BUCKET_BYTES)),
+        *(FetchStateEarly("2", 4 * BUCKET_BYTES), SendStateLate("2", 4 * BUCKET_BYTES)),
+    ],
 }
+"""What comes early and leaves late is not in the step: the rest of what travels is to keep the link busy by itself."""
 
 
 @pytest.mark.parametrize("name", TRAVELLING)
