@@ -118,6 +118,14 @@ def _same_sums(original: Callable[..., Any]) -> Callable[..., Any]:
     return sums_of
 
 
+def _no_bits(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def bits_of(tensor: Any) -> Any:
+        return original(tensor)[:0]  # the copy is made, and waited for
+
+    return bits_of
+
+
 _kernels: Any = None
 
 PINS = (
@@ -139,6 +147,9 @@ PINS = (
     ),
     Pin("memscale.techniques.tiling.head.sweep", "num_ignored", "all rows of a tiled loss count", _none_ignored),
     Pin("memscale.techniques.recompute.tensors_beside", "_differ", "no forward writes to a tensor beside", _unchanged),
+    Pin(
+        "memscale.techniques.offload.parameters.streaming", "_bits", "no forward writes to a streamed weight", _no_bits
+    ),
     Pin("memscale._torch.bit_sums", "sums_of_bits", "nothing is written past autograd", _same_sums),
 )
 
