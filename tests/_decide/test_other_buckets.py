@@ -39,8 +39,14 @@ def plan_of(model: CostModel, choice: Choice) -> Plan:
 
 
 def test_sizes_that_could_save_half_a_percent_are_worth_trying() -> None:
-    assert sizes_worth_trying(model_of((30, 10, 10)), AWAY) == [SMALLER], "342 of 1244 ms"
-    assert sizes_worth_trying(model_of((1,) * 50, bucket_bytes=LARGER), AWAY) == [SMALLER], "11 of 913 ms"
+    assert sizes_worth_trying(model_of((30, 10, 10)), AWAY) == [SMALLER], "half of 342 ms of 1244"
+    assert sizes_worth_trying(model_of((1,) * 50, bucket_bytes=LARGER), AWAY) == [SMALLER], (
+        "three quarters of 11 ms of 913"
+    )
+    assert sizes_worth_trying(model_of((1,) * 50), AWAY) == [SMALLER], "half of 11 ms of 913"
+    few = model_of((1,) * 70)
+    assert few.optimizer.other_sizes_save_ms(AWAY.run, 0)[0] > 0.005 * few.evaluate(AWAY).step_ms
+    assert sizes_worth_trying(few, AWAY) == [], "half of it is too little"
     assert sizes_worth_trying(model_of((0,) * 50), AWAY) == [], "nothing comes behind the last arrival"
     assert sizes_worth_trying(model_of((0,) * 50, num_launches=2000), AWAY) == [LARGER], "the host sets the pace"
 

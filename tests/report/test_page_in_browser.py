@@ -52,6 +52,8 @@ def test_a_report_opens_offline(browser: Any, page_file: pathlib.Path, scheme: s
     for chart in ("memory0", "memory1", "lanes", "layers", "front"):
         page.wait_for_selector(f"#{chart} .trace path", state="attached")
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+    for chart in ("memory0", "memory1"):
+        assert page.locator(f"#{chart} .nsewdrag").bounding_box()["height"] >= 200, "the legend leaves room to read"
     dark = page.evaluate("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
     assert dark == (scheme == "dark")
     assert complaints == []

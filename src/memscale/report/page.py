@@ -329,6 +329,7 @@ dt { color: var(--faint); font-size: .85rem; } dd { margin: 0; font-weight: 600;
 .pair p { margin-top: 0; } footer { margin-top: 2rem; }
 .chart { height: 380px; } .chart + details { margin-top: 8px; }
 #elsewhere { height: 260px; } .wide { overflow-x: auto; }
+@media (max-width: 600px) { .pair .chart { height: 520px; } }  /* the legend takes a line a kind there */
 table { border-collapse: collapse; font-size: .85rem; }
 th, td { text-align: left; padding: 3px 10px; border-bottom: 1px solid var(--line); vertical-align: top; }
 pre { overflow-x: auto; font-size: .8rem; } footer, section > p { color: var(--faint); }
