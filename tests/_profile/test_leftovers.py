@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
+import memscale
 from memscale._profile.inputs import Inputs
 from memscale._profile.rehearsal import FakeRehearsal
 from memscale._torch import private
@@ -124,3 +127,31 @@ def test_a_proxy_beside_the_model_is_not_asked_what_it_stands_for(monkeypatch: p
     assert not any(each is not None and private.is_fake(each) for each in TABLES.values() if type(each) is not Unbound)
     assert 9 in TABLES
     TABLES.clear()
+
+
+class Symmetric(nn.Module):
+    """PyTorch's own example of a parametrization. It saves nothing for backward: an old graph is no error."""
+
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.triu() + weight.triu(1).transpose(-1, -2)
+
+
+def test_weights_that_a_loop_caches_are_those_of_its_own_forward() -> None:
+    """A rehearsal inside of `parametrize.cached()` left its own there, and the step that followed trained with it."""
+
+    def gradients(model: nn.Module) -> list[torch.Tensor | None]:
+        for step in range(3):
+            with parametrize.cached():
+                model(torch.full((2, 4), step + 1.0)).sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    parametrize.register_parametrization(model[0], "weight", Symmetric())
+    plain = copy.deepcopy(model)
+    memscale.wrap(model, memscale.Config(enable_logging=False))
+    try:
+        found = gradients(model)
+    finally:
+        memscale.detach(model)
+    assert all(map(torch.equal, found, gradients(plain)))

@@ -129,6 +129,7 @@ class Rehearsal:
     def _record(self, traffic: Traffic, held: list[torch.Tensor]) -> StepTrace:
         recorder = self._recorder(traffic)
         with contextlib.ExitStack() as undo:
+            undo.enter_context(private.parametrized_anew())
             undo.callback(self._clear_gradients)
             undo.callback(recorder.remove_tensor_hooks)
             for module_fqn, module in self.pieces.items():
@@ -223,7 +224,7 @@ class Rehearsal:
     def stage(self) -> Iterator[None]:
         """Everything that must be put back after a step."""
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), private.parametrized_anew():
                 yield
         finally:
             self._clear_gradients()

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrize
 
 from memscale._torch import private
 
@@ -41,3 +43,14 @@ def test_a_setting_that_was_changed_is_seen(name: str) -> None:
     with CHANGES[name]():
         assert private.settings_now() != before
     assert private.settings_now() == before
+
+
+def test_weights_that_a_loop_caches_wait_outside() -> None:
+    part = nn.Linear(2, 2)
+    parametrize.register_parametrization(part, "weight", nn.Tanh())
+    with parametrize.cached():
+        kept = part.weight
+        with private.parametrized_anew():
+            assert part.weight is part.weight
+            assert part.weight is not kept
+        assert part.weight is kept

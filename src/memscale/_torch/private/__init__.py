@@ -96,7 +96,7 @@ from memscale._torch.private.ranks import (
 )
 from memscale._torch.private.remembering import CommunicatesError, Remembered, fake_tensor_mode
 from memscale._torch.private.saving import pickled_as_on
-from memscale._torch.private.settings import settings_now
+from memscale._torch.private.settings import parametrized_anew, settings_now
 from memscale._torch.private.storages import (
     NUM_HOLDERS_IN_DISPATCH,
     num_holders,
@@ -171,6 +171,7 @@ __all__ = [
     "norms_of",
     "num_holders",
     "outside_checkpoints",
+    "parametrized_anew",
     "pickled_as_on",
     "plain_shells",
     "real_tensors",

@@ -1,13 +1,17 @@
-"""PyTorch's settings of a process, or of a thread, that decide which numbers a computation gives.
+"""What PyTorch keeps for a process, or a thread, that decides which numbers a computation gives.
 
-Relies on: the functions by which `torch.backends` reads them, and the mode that a default device is.
+Relies on: the functions by which `torch.backends` reads its settings, the mode that a default device is, and the table
+of `parametrize.cached()`.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 
 _QUESTIONS = (
     "_get_deterministic_algorithms", "_get_deterministic_fill_uninitialized_memory", "_get_float32_matmul_precision",
@@ -31,3 +35,13 @@ def _default_devices() -> tuple[torch.device, ...]:
     from torch.utils._device import DeviceContext
 
     return tuple(mode.device for mode in _get_current_function_mode_stack() if isinstance(mode, DeviceContext))
+
+
+@contextlib.contextmanager
+def parametrized_anew() -> Iterator[None]:
+    """Inside, weights that `parametrize.cached()` has kept are not used, and what is kept there is gone afterwards."""
+    before, parametrize._cache = parametrize._cache, {}
+    try:
+        yield
+    finally:
+        parametrize._cache = before
