@@ -200,7 +200,7 @@ def below_mode(func: Any) -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def _autocast_as_outside() -> Iterator[None]:
     """Inside of a dispatch mode: autocast is on again where it was when the operator was called."""
-    with torch._C._RestorePythonTLSSnapshot():
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
         outside = torch._C._dispatch_tls_local_exclude_set()
     is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
     was_on = [key for key in _AUTOCAST_KEYS if is_excluded(key) and not outside.has(key)]
