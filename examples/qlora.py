@@ -27,8 +27,8 @@ def in_4_bits(model: nn.Module, device: torch.device) -> nn.Module:
     return model.to(device)
 
 
-def main(*, wrapped: bool = True, num_steps: int = 4) -> list[float]:
-    """Train adapters of a small Llama; the losses."""
+def main(*, wrapped: bool = True, num_steps: int = 4, bf16: bool = False) -> list[float]:
+    """Train adapters of a small Llama, in 32 bits or under autocast; the losses."""
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "vocab_size": 256}
@@ -42,7 +42,8 @@ def main(*, wrapped: bool = True, num_steps: int = 4) -> list[float]:
     losses = []
     for _ in range(num_steps):
         optimizer.zero_grad()
-        loss = model(input_ids=tokens, labels=tokens).loss
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

@@ -103,8 +103,10 @@ class ProfileError(MemScaleError):
 class StaticProfileError(ProfileError):
     """A training step could not be rehearsed on fake tensors; the model may still train, and be observed."""
 
-    def __init__(self, message: str, *, needs_values: bool = False) -> None:
+    def __init__(self, message: str, *, what: str = "", needs_values: bool = False) -> None:
         super().__init__(message)
+        self.what = what or message
+        """The message without what a caller who gave a `sample_input` can do."""
         self.needs_values = needs_values
         """The forward looks at values, which fake tensors do not have: nothing is wrong with its inputs."""
 

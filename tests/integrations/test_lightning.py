@@ -349,8 +349,12 @@ class Gan(Lit):
 
 
 def test_several_modules_are_named(tmp_path: pathlib.Path) -> None:
+    spy = Spy()
     with pytest.warns(UserWarning, match=r"plans net.*leaves alone.* besides: other\. .*MemScaleCallback\(module"):
-        fit(Gan, tmp_path, MemScaleCallback(FORCED))
+        fit(Gan, tmp_path, MemScaleCallback(FORCED), spy)
+    assert "memscale_peak_gb" in spy.logged
+    beside_a_part = {"memscale_reduction", "memscale_predicted_peak_gb"}
+    assert not beside_a_part & spy.logged.keys(), "the plan counts one module, and the peak is that of the step"
     spy = Spy()
     fit(Gan, tmp_path, MemScaleCallback(FORCED, module="other"), spy)
     assert spy.planned == ["other"]

@@ -185,11 +185,23 @@ def losses(trainer: Trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+def logged(trainer: Trainer) -> list[dict[str, Any]]:
+    """All that a training has logged, but for what its speed decides and for what MemScale adds."""
+    return [
+        {
+            key: value
+            for key, value in entry.items()
+            if not key.endswith(("runtime", "per_second", "step_time")) and not key.startswith("memscale_")
+        }
+        for entry in trainer.state.log_history
+    ]
+
+
 def assert_same_training(ours: Trainer, theirs: Trainer) -> None:
-    assert losses(ours) == losses(theirs)
+    """Losses, norms, rewards and all other metrics, to the last bit; and the weights."""
     assert losses(ours)
-    norms = [[entry["grad_norm"] for entry in t.state.log_history if "loss" in entry] for t in (ours, theirs)]
-    assert norms[0] == norms[1]
+    assert all("grad_norm" in entry for entry in ours.state.log_history if "loss" in entry)
+    assert logged(ours) == logged(theirs)
     for (name, mine), their in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
         assert torch.equal(mine.cpu(), their.cpu()), name
 
@@ -221,9 +233,7 @@ def test_the_same_training_of_sft(tmp_path, packing):
     ours.train()
     assert_same_training(ours, plain)
     assert len(actions_of(ours, Checkpoint)) == 2
-    for mine, their in zip(ours.state.log_history, plain.state.log_history, strict=True):
-        assert mine.get("entropy") == their.get("entropy")
-        assert mine.get("mean_token_accuracy") == their.get("mean_token_accuracy")
+    assert all({"entropy", "mean_token_accuracy"} <= entry.keys() for entry in logged(ours)[:-1])
     memscale.detach(ours)
 
 
@@ -263,6 +273,5 @@ def test_a_streamed_model_generates_inside_training(tmp_path, on_card, build: Ca
         assert len(ours.generated) == 2
         assert all(map(np.array_equal, ours.generated, plain.generated))
     else:
-        rewards = [[entry["reward"] for entry in t.state.log_history if "loss" in entry] for t in (ours, plain)]
-        assert rewards[0] == rewards[1]
+        assert all({"reward", "entropy"} <= entry.keys() for entry in logged(ours)[:-1])
     memscale.detach(ours)

@@ -73,8 +73,8 @@ def open_rehearsal(
         raise _communicates(model, error) from error
     except Exception as error:  # whatever a user's model raises on fake tensors: it may still train
         logger.debug("static profiling failed", exc_info=True)
-        said = _refusal(model, f"on fake tensors: {quoted(error)}")
-        raise StaticProfileError(said, needs_values=private.asks_for_values(error)) from error
+        needs_values = private.asks_for_values(error)
+        raise _refusal(model, f"on fake tensors: {quoted(error)}", needs_values=needs_values) from error
 
 
 def _communicates(model: nn.Module, error: Exception) -> MemScaleError:
@@ -100,17 +100,16 @@ def _unlogged(name: str) -> Iterator[None]:
 
 def _needs_observation(model: nn.Module, reason: str) -> StaticProfileError:
     """Nothing is wrong with the inputs, and yet there is no rehearsal."""
-    refusal = StaticProfileError(_refusal(model, reason))
-    refusal.needs_values = True
-    return refusal
+    return _refusal(model, reason, needs_values=True)
 
 
-def _refusal(model: nn.Module, reason: str) -> str:
-    return (
-        f"{type(model).__name__} could not be profiled before it is trained: {reason}. "
+def _refusal(model: nn.Module, reason: str, *, needs_values: bool) -> StaticProfileError:
+    what = f"{type(model).__name__} could not be profiled before it is trained: {reason}."
+    remedy = (
         "Check that sample_input is what the model's forward takes in training. Without a sample_input, "
         "memscale.wrap() plans such a model from its first training steps."
     )
+    return StaticProfileError(f"{what} {remedy}", what=what, needs_values=needs_values)
 
 
 def profile_model(

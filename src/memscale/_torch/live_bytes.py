@@ -111,7 +111,7 @@ class LiveBytes(TorchDispatchMode):
             return result
         result = self._remembered(func, args, kwargs)
         if self.known is None:
-            result = func(*args, **kwargs)
+            result = private.run_below_mode(func, args, kwargs)
         if isinstance(result, torch.Tensor):
             self.see(result)
         elif isinstance(result, tuple | list):

@@ -75,6 +75,8 @@ class MemScaleCallback(Callback):  # type: ignore[misc]  # lightning is not foll
         self._meter = StepMeter()
         self._search: _Search | None = None
         self._num_steps = 0
+        self._runs_others = False
+        """A training step calls trained modules that no plan counts."""
         self._loaded: dict[str, Any] = {}
 
     # ---- Lightning's events
@@ -83,6 +85,7 @@ class MemScaleCallback(Callback):  # type: ignore[misc]  # lightning is not foll
         self._end()
         self._num_steps = trainer.global_step
         self._search = _Search(self, trainer, pl_module, self.module_fqn)
+        self._runs_others = False
         self._meter.begin(pl_module, _sole(trainer.optimizers), pl_module.device.type)
         if pl_module.device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats()  # the peak that is logged is this training's
@@ -98,6 +101,7 @@ class MemScaleCallback(Callback):  # type: ignore[misc]  # lightning is not foll
             self._meter.step_ends()
         if self._search is not None:
             self._search.close(trainer)
+            self._runs_others = self._search.found_others
             self._search = None
         self._log(pl_module)
 
@@ -148,7 +152,9 @@ class MemScaleCallback(Callback):  # type: ignore[misc]  # lightning is not foll
         if self.executor is None or self.executor.plan is None:
             return
         self.plan = self.executor.plan
-        figures = self._meter.figures(self._meter.baseline_bytes, self.plan.predicted_peak_bytes)
+        # The measured peak is that of the whole step: no figure of one module alone stands beside it.
+        promised = (None, None) if self._runs_others else (self._meter.baseline_bytes, self.plan.predicted_peak_bytes)
+        figures = self._meter.figures(*promised)
         pl_module.log_dict(figures, on_step=True, on_epoch=False)
 
     def _end(self) -> None:
@@ -190,6 +196,11 @@ class _Search(OwnHook):
             self._callback.attach_inside(self._trainer, module, args, kwargs)
         elif not any(part is module for whole in (self._found, *self._others) for part in whole.modules()):
             self._others.append(module)
+
+    @property
+    def found_others(self) -> bool:
+        """Whether the step has called trained modules besides the one that is planned."""
+        return bool(self._others)
 
     def stop(self) -> None:
         self._undo.close()

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import logging
 import threading
 import types
 import weakref
@@ -127,6 +128,19 @@ def test_estimating_never_touches_the_model() -> None:
         memscale.estimate(model, SAMPLE)
     assert model.num_forwards == 0
     assert hooks_on(model) == 0
+
+
+def test_the_log_says_why_steps_are_observed_and_not_what_to_do_about_a_sample(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nobody gave one, or it was taken."""
+    with caplog.at_level(logging.INFO, "memscale"):
+        model = memscale.wrap(ByValue(), CAREFUL.replace(enable_logging=True))
+        square_loss(model(SAMPLE)).backward()
+    (said,) = [record.getMessage() for record in caplog.records if "steps are observed" in record.getMessage()]
+    assert said.startswith("ByValue could not be profiled before it is trained: ")
+    assert "sample_input" not in said
+    memscale.detach(model)
 
 
 def test_the_users_steps_are_the_only_ones() -> None:

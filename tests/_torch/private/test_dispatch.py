@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from memscale._torch import private
@@ -235,3 +236,39 @@ def test_a_backward_whose_function_modes_were_left_computes_again_without_them_a
 
     assert asked_in_backward(is_left=False) == 1
     assert asked_in_backward(is_left=True) == 0
+
+
+@torch.library.custom_op("memscale_tests::written_in_others", mutates_args=())
+def written_in_others(x: torch.Tensor) -> torch.Tensor:
+    return (x @ x).float().clone()
+
+
+class _Below(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return private.run_below_mode(func, args, kwargs or {})
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_what_an_operator_is_written_in_is_cast_as_without_a_mode(enabled: bool) -> None:
+    x = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        plain = written_in_others(x)
+        with _Below():
+            below = written_in_others(x)
+            assert torch.is_autocast_enabled("cpu") is enabled
+        with Counting():
+            assert torch.equal(plain, written_in_others(x)) is not enabled, "or there is nothing to mend any more"
+        with _Below(), _Below():
+            twice = written_in_others(x)
+    assert torch.equal(below, plain)
+    assert torch.equal(twice, plain)
+
+
+def test_autocast_may_be_on_for_another_device_alone() -> None:
+    x = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
+    plain = written_in_others(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # there is no such device here
+        elsewhere = torch.autocast("cuda", torch.bfloat16)
+    with elsewhere, _Below():
+        assert torch.equal(written_in_others(x), plain)

@@ -49,7 +49,7 @@ class Observing:
         """Put the careful plan in force. `inside`: in a forward that has just begun, which is the first to be seen."""
         plans = self._plans
         if not self.is_needed:
-            logger.info("%s Its first training steps are observed, and the plan is made from them.", error)
+            logger.info("%s Its first training steps are observed, and the plan is made from them.", error.what)
             self.is_needed = error.needs_values
         plans.deciding.names = frozenset()  # what was seen is what counts
         self._steps = ObservedSteps(model, plans.job.eligible, plans.job.costs(model))

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from memscale._torch.private.dispatch import below_mode, run_below_mode
+
 
 class SeenThrough(threading.local):
     """Inside what this thread's checkpoints are seen through: names, the innermost last. Outside there are none."""
@@ -77,8 +79,9 @@ def selective_contexts(policy: Any, may_keep: Callable[[Any], bool]) -> tuple[An
     class Keeping(checkpoint._CachingTorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if may_keep(func):
-                return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-            output = func(*args, **(kwargs or {}))
+                with below_mode(func):
+                    return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+            output = run_below_mode(func, args, kwargs or {})
             if func not in checkpoint.SAC_IGNORED_OPS:
                 context = checkpoint.SelectiveCheckpointContext(is_recompute=False, op_output=output)
                 policy(context, func, *args, **(kwargs or {}))
@@ -87,8 +90,9 @@ def selective_contexts(policy: Any, may_keep: Callable[[Any], bool]) -> tuple[An
     class Reading(checkpoint._CachedTorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if may_keep(func):
-                return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-            return func(*args, **(kwargs or {}))
+                with below_mode(func):
+                    return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+            return run_below_mode(func, args, kwargs or {})
 
     storage: dict[Any, dict[int, Any]] = collections.defaultdict(dict)
     return Keeping(policy, storage), Reading(None, storage)

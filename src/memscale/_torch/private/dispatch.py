@@ -1,7 +1,8 @@
 """How PyTorch finds the kernel of an operator, and which modes and transforms stand before it.
 
-Relies on: the stack of dispatch modes of a thread, the dispatcher's keys and kernels, the registry of FLOP counts, and
-the states of TorchScript's tracing, `torch.func`, forward-mode differentiation and autocast.
+Relies on: the stack of dispatch modes of a thread, the dispatcher's keys and kernels, the keys that a thread excludes
+and those that it excluded when its modes were called, the registry of FLOP counts, and the states of TorchScript's
+tracing, `torch.func`, forward-mode differentiation and autocast.
 """
 
 from __future__ import annotations
@@ -166,6 +167,50 @@ def is_batched(tensor: torch.Tensor) -> bool:
 def in_forward_mode() -> bool:
     """Whether forward-mode differentiation is on."""
     return torch.autograd.forward_ad._current_level >= 0
+
+
+_AUTOCAST_KEYS = tuple(
+    torch._C._dispatch_key_parse(name) for name in dir(torch._C.DispatchKey) if name.startswith("Autocast")
+)
+"""One for each kind of device."""
+
+
+def run_below_mode(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a dispatch mode calls to run the operator that it was handed, for the result that there is without the mode.
+
+    PyTorch switches autocast off for a mode: its own operators have been cast by then. An operator of a library
+    (`torch.library`) may be written in others, which are cast while it runs, and would not be under a mode.
+
+    Known limits: PyTorch says how autocast was when the outermost operator was called. Inside of one that is cast
+    itself and is written in an operator of a library, autocast would be on where it is off. A few of PyTorch's own
+    are cast inside, too, and are not under a mode (`bilinear` on a CPU, `linalg.pinv`): nobody can tell from there
+    whether an operator around them was cast.
+    """
+    if func.namespace == "aten":
+        return func(*args, **kwargs)
+    with _autocast_as_outside():
+        return func(*args, **kwargs)
+
+
+def below_mode(func: Any) -> contextlib.AbstractContextManager[None]:
+    """The same for a mode that has PyTorch's own code run the operator."""
+    return contextlib.nullcontext() if func.namespace == "aten" else _autocast_as_outside()
+
+
+@contextlib.contextmanager
+def _autocast_as_outside() -> Iterator[None]:
+    """Inside of a dispatch mode: autocast is on again where it was when the operator was called."""
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+        outside = torch._C._dispatch_tls_local_exclude_set()
+    is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+    was_on = [key for key in _AUTOCAST_KEYS if is_excluded(key) and not outside.has(key)]
+    for key in was_on:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        yield
+    finally:
+        for key in was_on:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(key, True)
 
 
 def run_opened(func: Any, device_type: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -68,6 +68,9 @@ class _KeptOutputs:
     def __init__(self, offloader: Offloader, policy: Any) -> None:
         from torch.utils.checkpoint import SAC_IGNORED_OPS
 
+        from memscale._torch.private import run_below_mode
+
+        self._run = run_below_mode
         self.offloader = offloader
         self.policy = policy
         self._ignored = SAC_IGNORED_OPS
@@ -80,7 +83,7 @@ class _KeptOutputs:
         """In forward."""
         from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-        output = op(*args, **kwargs)
+        output = self._run(op, args, kwargs)
         if op not in self._ignored:
             context = SelectiveCheckpointContext(is_recompute=False, op_output=output)
             is_kept = self.policy(context, op, *args, **kwargs) is CheckpointPolicy.MUST_SAVE
@@ -92,13 +95,13 @@ class _KeptOutputs:
     def read(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In the recompute, which calls the operators that may be kept in the same order."""
         if op in self._ignored or not self.policy.may_keep(op):
-            return op(*args, **kwargs)
+            return self._run(op, args, kwargs)
         key = op, self._num_read[op]
         self._num_read[op] += 1
         if key not in self._packed:
             raise RuntimeError(f"{self.policy.module_fqn} calls {op} more often in its recompute than in its forward")
         packed, self._packed[key] = self._packed[key], None
-        return op(*args, **kwargs) if packed is None else self._unpack(packed)
+        return self._run(op, args, kwargs) if packed is None else self._unpack(packed)
 
     def _pack(self, output: Any) -> Any:
         import torch
