@@ -75,7 +75,9 @@ class FoundWorkspaces:
 
 def find_workspaces(model: nn.Module, inputs: Inputs, device_type: str, workspace_bytes: int) -> FoundWorkspaces | None:
     """What the device's allocator keeps for workspaces; None where that is nothing, or it does not tell."""
-    segments = _segments_on(device_type) if workspace_bytes else None
+    here = torch.accelerator.current_accelerator(check_available=True)
+    is_here = here is not None and here.type == device_type
+    segments = _segments_on(device_type) if workspace_bytes and is_here else None
     known = [address for _, address in _all_addresses(model, inputs, device_type)]
     return workspaces_in(segments or [], known, workspace_bytes)
 
