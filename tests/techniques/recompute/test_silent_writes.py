@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import pathlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -127,6 +128,33 @@ class MovesSaved(Block):
         return x + y
 
 
+class NamesBeforeItSaves(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x) + 1
+        name = hidden.data
+        y = self.down(torch.tanh(hidden).mul(hidden))
+        name.mul_(0.5)
+        return x + y
+
+
+class GivesAnotherTheMemory(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.up(x))
+        y, name = self.down(hidden), hidden.new_empty(0)
+        name.data = hidden
+        name.detach().mul_(0.5)
+        return x + y
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = WritesSaved()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
 class WritesWeight(Block):
     """The last weight is not saved where its input needs no gradient."""
 
@@ -240,6 +268,8 @@ def test_backward_uses_what_plain_pytorch_uses(build, loss, plan: str, tmp_path:
         (ReplacesInput, "to its input"),
         (WritesSaved, "to a tensor that it has saved"),
         (MovesSaved, "to a tensor that it has saved"),
+        (NamesBeforeItSaves, "to a tensor that it has saved"),
+        (GivesAnotherTheMemory, "to a tensor that it has saved"),
         (WritesWeight, r"changes its parameters|was changed by this forward"),
         (MovesWeight, r"changes its parameters|was changed by this forward"),
     ],
@@ -248,16 +278,62 @@ def test_a_layer_that_writes_past_autograd_is_refused_or_the_same(
     build, where: str, plan: str, tmp_path: pathlib.Path
 ) -> None:
     plain, model = pair(build)
-    is_exact = plan == "offload" and build not in (
-        WritesSaved,
-        MovesSaved,
-    )  # it saves what was written, and computes once
+    is_exact = plan == "offload" and "saved" not in where  # it saves what was written, and computes once
     with treated(model, plan, tmp_path):
         if is_exact:
             assert all(map(torch.equal, steps(model, once), steps(plain, once)))
         else:
             with pytest.raises((MemScaleError, RuntimeError), match=where):
                 steps(model, once)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_compiled_part_that_writes_to_what_is_saved_is_refused(plan: str, tmp_path: pathlib.Path) -> None:
+    _, model = pair(Around)
+    for block in model.blocks:
+        block.inner.compile(backend="eager")
+    with treated(model, plan, tmp_path), pytest.raises(MemScaleError, match="to a tensor that it has saved"):
+        steps(model, once)
+
+
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() * 2
+
+
+class MayMerge(Block):
+    """Adapters' layers have such methods. The compiled function is called while the layer is watched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_gone: list[bool] = []
+        self.doubled = torch.compile(doubled, backend="eager", fullgraph=True)
+
+    def merge(self) -> None:
+        self.up.weight.data += 1
+
+    def inner(self, x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        hidden = torch.tanh(self.up(x))
+        return self.down(hidden), weakref.ref(hidden.untyped_storage())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y, hidden = self.inner(x)
+        self.is_gone.append(hidden() is None)
+        return x + self.doubled(y)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("plan", PLANS)
+def test_what_a_watched_layer_lets_go_is_gone(plan: str, tmp_path: pathlib.Path) -> None:
+    """Random cards held 1 and 6 % more than was predicted where layers of LoRA kept what they had saved until their
+    first forwards were over."""
+    plain, model = pair(MayMerge)
+    assert code_names_any(model, ("data",), once_made=True)
+    theirs = steps(plain, once)
+    with treated(model, plan, tmp_path):
+        assert all(map(torch.equal, steps(model, once), theirs))
+    first_forward, *_ = model.blocks[0].is_gone
+    assert first_forward
 
 
 class MadeOnly(Block):

@@ -137,7 +137,7 @@ class RecomputedForward(ForwardOverride):
         """Who looks for writes past autograd in the forward that begins; None: its code makes none."""
         if not self.may_write_silently or not is_watched_here():
             return None
-        return SilentWrites(self.module_fqn, leaves, memory.storages())
+        return SilentWrites(self.module, self.module_fqn, leaves, memory.storages())
 
     def note_recompute(self, begun_in: int, memory: Memory) -> None:
         """See NOTE [open blocks] in open_autocast.py."""

@@ -73,7 +73,10 @@ class SavedWrites:
             return unpack(saved.packed)
 
         try:
-            with torch.autograd.graph.saved_tensors_hooks(pack_and_note, look_and_unpack):
+            with (
+                contextlib.nullcontext() if self._silent is None else self._silent.watched(),
+                torch.autograd.graph.saved_tensors_hooks(pack_and_note, look_and_unpack),
+            ):
                 yield
             if not self._ends_early:
                 self._look()

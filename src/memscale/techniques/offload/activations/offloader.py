@@ -356,6 +356,7 @@ class OffloadedForward(ForwardOverride):
             with (
                 transforms_refused(self.module_fqn),
                 torch.autograd.graph.saved_tensors_hooks(packing.pack, self.offloader.unpack),
+                contextlib.nullcontext() if packing.silent is None else packing.silent.watched(),
             ):
                 output = self.inner()(*args, **kwargs)
             if packing.silent is not None:
@@ -373,7 +374,7 @@ class OffloadedForward(ForwardOverride):
         if flags in self._watched:
             return None
         self._watched.add(flags)
-        return SilentWrites(self.module_fqn, apart=resident)
+        return SilentWrites(self.module, self.module_fqn, apart=resident)
 
 
 class _Packing:
