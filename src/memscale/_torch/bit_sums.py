@@ -30,33 +30,39 @@ def sums_of_bits(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _sums_on(device: torch.device, tensors: Sequence[torch.Tensor]) -> list[int]:
-    """A device would make a copy of all that is summed up at once, in 64 bits: four times a weight of 16. No plan
-    counts that, so it is done piece by piece."""
-    pieces = [list(_pieces(tensor)) for tensor in tensors]
+    """Piece by piece: no plan counts what this takes of the device, weights and products in 64 bits."""
+    pieces = [list(_pieces(tensor, _size_of_pieces(tensor))) for tensor in tensors]
     weights = _weights(max(piece.numel() for piece in itertools.chain(*pieces)), device)
     sums = torch.empty(sum(map(len, pieces)), dtype=torch.int64, device=device)
     for piece, place in zip(itertools.chain(*pieces), sums.unbind(), strict=True):
-        torch.sum(piece.reshape(-1) * weights[: piece.numel()], 0, out=place)
+        weighted = piece * weights[: piece.numel()].view(piece.shape)
+        torch.sum(weighted, tuple(range(piece.dim())), out=place)
+        del weighted  # or two of them would be there
     values = iter(sums.tolist())
     return [hash(tuple(itertools.islice(values, len(each)))) for each in pieces]
 
 
+def _size_of_pieces(tensor: torch.Tensor) -> int:
+    """Two pieces of 64 bits are held: as much as the tensor would take in 64 bits, and at most 512 KiB."""
+    return max(1, min(LARGEST_PIECE, tensor.numel() // 2))
+
+
 def _weights(num_places: int, device: torch.device) -> torch.Tensor:
-    """An odd number for each place of a piece, which is no simple function of the place."""
+    """An odd number for each place of a piece, which is no simple function of it. Made in place."""
     mixed = torch.arange(1, num_places + 1, dtype=torch.int64, device=device).mul_(0x2545F4914F6CDD1D)
-    return mixed.bitwise_xor_(mixed >> 29).bitwise_or_(1)
+    return mixed.mul_(mixed).bitwise_xor_(0x1B873593CC9E2D51).bitwise_or_(1)
 
 
-def _pieces(bits: torch.Tensor) -> Iterator[torch.Tensor]:
+def _pieces(bits: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
     """Views of at most so many elements, which are all of it."""
-    if bits.numel() <= LARGEST_PIECE:
+    if bits.numel() <= size:
         yield bits
     elif bits.is_contiguous():
-        yield from bits.view(-1).split(LARGEST_PIECE)
+        yield from bits.view(-1).split(size)
     else:
         dimension = max(range(bits.dim()), key=bits.size)
         for half in bits.chunk(2, dimension):
-            yield from _pieces(half)
+            yield from _pieces(half, size)
 
 
 def _as_integers(tensor: torch.Tensor) -> torch.Tensor:
