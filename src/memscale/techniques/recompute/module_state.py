@@ -27,12 +27,13 @@ leads to us: a wrapped model dies with its last reference.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -182,7 +183,8 @@ def _tables_of(part: nn.Module) -> tuple[Table, Table, Table, Table]:
     return part.__dict__, part._parameters, part._buffers, part._modules
 
 
-class Left(NamedTuple):
+@dataclasses.dataclass(frozen=True, slots=True)
+class Left:
     """How a forward left a buffer. See NOTE [silent writes]."""
 
     buffer: torch.Tensor
