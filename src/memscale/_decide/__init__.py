@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from memscale._decide.bound import least_blocking_ms
-from memscale._decide.budget import Budget, Held
+from memscale._decide.budget import Budget, Held, needed_bytes
 from memscale._decide.choice import OPTIONS, Choice, Outcome, RunOptions, choice_of
 from memscale._decide.cost_model import CostModel
 from memscale._decide.early_state import early_candidates, late_candidates
@@ -315,6 +315,22 @@ def may_be_faster_blocking(
     return any(map(could, find_candidates(blocking, baseline, eligible)))
 
 
+def may_be_faster_with(model: CostModel, eligible: Eligible, plan: Plan, limit: float, *, spare_bytes: int) -> bool:
+    """Whether a choice that streams could be below this slowdown if its peak were so much lower, which is as exact as
+    the plan. What the allocator holds above what is live is taken to be the same as in the plan."""
+    baseline, is_exact = model.evaluate(Choice()), choice_of(plan.actions, model.profile).run.is_exact
+    reserve_bytes = needed_bytes(plan) - plan.predicted_peak_bytes
+
+    def could(candidate: Candidate) -> bool:
+        choice, outcome = candidate.choice, candidate.outcome
+        if slowdown(candidate, baseline) >= limit or choice.run.is_exact < is_exact:
+            return False
+        least = dataclasses.replace(outcome, peak_bytes=outcome.peak_bytes + reserve_bytes - spare_bytes)
+        return eligible.budget.admits(least) and _streams(choice)
+
+    return any(map(could, find_candidates(model, baseline, eligible)))
+
+
 def has_faster(model: CostModel, eligible: Eligible, limit: float, *, is_exact: bool, reserve_bytes: int = 0) -> bool:
     """Whether the plan for this would fit and have a slowdown below the limit, and be exact if it has to be.
 
@@ -400,8 +416,11 @@ def _by_place_of_step(
 
 def _needs_its_place(choice: Choice) -> bool:
     """What streams nothing is found among runs that do not say where that is stepped."""
-    streams = choice.run.streams_rest or any(treatment.streams for _, treatment in choice.blocks)
-    return streams or not choice.run.steps_on_device
+    return _streams(choice) or not choice.run.steps_on_device
+
+
+def _streams(choice: Choice) -> bool:
+    return choice.run.streams_rest or any(treatment.streams for _, treatment in choice.blocks)
 
 
 def _with_shares(model: CostModel, found: list[Candidate], *, counts_waiting: bool) -> list[Candidate]:

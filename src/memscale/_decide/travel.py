@@ -6,6 +6,11 @@ NOTE [two ways]: transfers that overlap with compute are faster, and need device
 the user leaves it to us, plans overlap; they block where only that fits the budget, or where it is predicted to be
 faster: what needs less memory may need to send less away. `_planning/planner.py` looks into both as far as it must.
 Where there is room for them, windows may be wider than they are by default (`wider`).
+
+NOTE [how far ahead]: weights that are fetched two layers ahead come no later than those that are fetched one ahead, and
+take the device memory of one layer more. The link is as busy either way: it only begins earlier, by one layer, where
+streamed layers follow others. So a plan fetches two ahead where there is room, and one ahead (`one_ahead`) where that
+lets it fit, or makes it faster because it needs to send less away.
 """
 
 from __future__ import annotations
@@ -32,6 +37,10 @@ class Travel:
     def in_buckets_of(self, num_bytes: int) -> Travel:
         """The same, with state in buckets of this size."""
         return dataclasses.replace(self, bucket_bytes=num_bytes)
+
+    def fetching_ahead(self, num_layers: int) -> Travel:
+        """The same, with weights fetched so many layers ahead of their use."""
+        return dataclasses.replace(self, transfers=dataclasses.replace(self.transfers, prefetch_depth=num_layers))
 
     def said_in(self, config: Config) -> Config:
         """The config, with this way and no other."""
@@ -63,6 +72,16 @@ def wider(model: CostModel, travel: Travel, config: Config) -> Travel | None:
     window_bytes, prefetch_bytes = (max(size, largest) for size in windows)
     transfers = dataclasses.replace(travel.transfers, window_bytes=window_bytes, prefetch_bytes=prefetch_bytes)
     return dataclasses.replace(travel, transfers=transfers)
+
+
+def one_ahead(travel: Travel, config: Config) -> Travel | None:
+    """The same with weights that are fetched one layer ahead; None where they are, or where the user says how far.
+
+    See NOTE [how far ahead].
+    """
+    if config.async_config is not None or not travel.overlaps or travel.transfers.prefetch_depth == 1:
+        return None
+    return travel.fetching_ahead(1)
 
 
 def most_in_flight_bytes(model: CostModel, travel: Travel) -> int:

@@ -106,8 +106,10 @@ class Trials:
 
     def key_of(self, actions: tuple[Action, ...]) -> Hashable:
         """What is done, without the reasons for it; and how tensors travel, where any does: in which buckets, say the
-        actions."""
+        actions, and how far ahead matters to weights alone."""
         travel = self.travel.in_buckets_of(0) if any(technique_of(action).travels for action in actions) else None
+        if travel is not None and not any(isinstance(action, StreamParameters) for action in actions):
+            travel = travel.fetching_ahead(1)
         return travel, *map(_without_reason, actions)
 
     def blocks_hold_the_peak(self, eligible: Eligible) -> bool:
