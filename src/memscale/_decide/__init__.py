@@ -42,6 +42,7 @@ from memscale._decide.pareto import (
 )
 from memscale._decide.search import Candidate, search
 from memscale._decide.spaced import spaced_choices
+from memscale._decide.travel import one_layer_bytes
 from memscale._decide.write_plan import Decision, asked_for, may_step_on_host, write_plan
 from memscale._plan import Action, DecisionSource, Plan, Reason
 from memscale._profile import OFFLOAD, Profile, Treatment
@@ -315,9 +316,11 @@ def may_be_faster_blocking(
     return any(map(could, find_candidates(blocking, baseline, eligible)))
 
 
-def may_be_faster_with(model: CostModel, eligible: Eligible, plan: Plan, limit: float, *, spare_bytes: int) -> bool:
-    """Whether a choice that streams could be below this slowdown if its peak were so much lower, which is as exact as
-    the plan. What the allocator holds above what is live is taken to be the same as in the plan."""
+def may_be_faster_one_ahead(model: CostModel, eligible: Eligible, plan: Plan, limit: float) -> bool:
+    """Whether a choice could be below this slowdown, as exact as the plan, if one layer less were fetched ahead.
+
+    What the allocator holds above what is live is taken to be the same as in the plan.
+    """
     baseline, is_exact = model.evaluate(Choice()), choice_of(plan.actions, model.profile).run.is_exact
     reserve_bytes = needed_bytes(plan) - plan.predicted_peak_bytes
 
@@ -325,8 +328,9 @@ def may_be_faster_with(model: CostModel, eligible: Eligible, plan: Plan, limit: 
         choice, outcome = candidate.choice, candidate.outcome
         if slowdown(candidate, baseline) >= limit or choice.run.is_exact < is_exact:
             return False
+        spare_bytes = one_layer_bytes(model, choice)
         least = dataclasses.replace(outcome, peak_bytes=outcome.peak_bytes + reserve_bytes - spare_bytes)
-        return eligible.budget.admits(least) and _streams(choice)
+        return bool(spare_bytes) and eligible.budget.admits(least)
 
     return any(map(could, find_candidates(model, baseline, eligible)))
 
@@ -416,11 +420,8 @@ def _by_place_of_step(
 
 def _needs_its_place(choice: Choice) -> bool:
     """What streams nothing is found among runs that do not say where that is stepped."""
-    return _streams(choice) or not choice.run.steps_on_device
-
-
-def _streams(choice: Choice) -> bool:
-    return choice.run.streams_rest or any(treatment.streams for _, treatment in choice.blocks)
+    streams = choice.run.streams_rest or any(treatment.streams for _, treatment in choice.blocks)
+    return streams or not choice.run.steps_on_device
 
 
 def _with_shares(model: CostModel, found: list[Candidate], *, counts_waiting: bool) -> list[Candidate]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 
 from memscale._config import AsyncOffloadConfig, Config
-from memscale._decide.choice import RunOptions
+from memscale._decide.choice import Choice, RunOptions
 from memscale._decide.cost_model import CostModel
 from memscale._hardware import Hardware
 from memscale._plan import OPTIMIZER_BUCKET_BYTES
@@ -82,6 +82,13 @@ def one_ahead(travel: Travel, config: Config) -> Travel | None:
     if config.async_config is not None or not travel.overlaps or travel.transfers.prefetch_depth == 1:
         return None
     return travel.fetching_ahead(1)
+
+
+def one_layer_bytes(model: CostModel, choice: Choice) -> int:
+    """The weights of the largest layer that the choice streams: so much less is there if one less is on its way."""
+    sizes = [model.blocks[fqn].param_bytes for fqn, treatment in choice.blocks if treatment.streams]
+    rest_bytes = model.profile.rest_param_bytes if choice.run.streams_rest else 0
+    return max(rest_bytes, *sizes, 0)
 
 
 def most_in_flight_bytes(model: CostModel, travel: Travel) -> int:

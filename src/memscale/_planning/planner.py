@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 
 from memscale._config import OptimizationMode
-from memscale._decide import decide_on, has_faster, may_be_faster_blocking, may_be_faster_with, needs_optimizing
+from memscale._decide import decide_on, has_faster, may_be_faster_blocking, may_be_faster_one_ahead, needs_optimizing
 from memscale._decide.budget import needed_bytes
 from memscale._decide.choice import choice_of
 from memscale._decide.other_buckets import sizes_worth_trying
@@ -196,11 +196,11 @@ class _Way:
         travel = one_ahead(self.travel, self._asked) if plan.actions else None
         if travel is None or not any(treatment.streams for treatment in model.treatments):
             return None
-        spare_bytes = most_in_flight_bytes(model, self.travel) - most_in_flight_bytes(model, travel)
-        limit = plan.predicted_slowdown * (1 - _WORTH_COMING_NEARER)
         if plan.fits:
-            promises = may_be_faster_with(model, self.eligible, plan, limit, spare_bytes=spare_bytes)
+            limit = plan.predicted_slowdown * (1 - _WORTH_COMING_NEARER)
+            promises = may_be_faster_one_ahead(model, self.eligible, plan, limit)
         else:
+            spare_bytes = most_in_flight_bytes(model, self.travel) - most_in_flight_bytes(model, travel)
             promises = _least_needed_bytes(plan) - spare_bytes <= plan.budget_bytes
         return _Way(self._first, travel, self._strategy) if promises else None
 
