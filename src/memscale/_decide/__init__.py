@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from memscale._decide.bound import least_blocking_ms
@@ -335,23 +335,49 @@ def may_be_faster_one_ahead(model: CostModel, eligible: Eligible, plan: Plan, li
     return any(map(could, find_candidates(model, baseline, eligible)))
 
 
-def has_faster(model: CostModel, eligible: Eligible, limit: float, *, is_exact: bool, reserve_bytes: int = 0) -> bool:
+def has_faster(
+    model: CostModel,
+    eligible: Eligible,
+    limit: float,
+    *,
+    is_exact: bool,
+    reserve_bytes: int = 0,
+    taught: Mapping[str, Any] | None = None,
+) -> bool:
     """Whether the plan for this would fit and have a slowdown below the limit, and be exact if it has to be.
 
-    An exact candidate that does is enough to know, and is mostly among the first that are found.
+    An exact candidate that does is enough to know, and is mostly among the first that are found. `taught`: what
+    rehearsals have taught of others, as `decide_on` takes it; candidates must fit by that, too.
     """
     free_bytes = max(0, eligible.budget.device_bytes - reserve_bytes)
     budget, baseline = dataclasses.replace(eligible.budget, device_bytes=free_bytes), model.evaluate(Choice())
+    by_lessons = None if taught is None else _lessons_of(model, eligible, **taught)
     if needs_optimizing(model, eligible, reserve_bytes):
         for candidate in itertools.chain.from_iterable(_find_candidates(model, baseline, eligible)):
             is_faster = candidate.choice.run.is_exact and slowdown(candidate, baseline) < limit
-            if is_faster and budget.admits(candidate.outcome):
+            if is_faster and budget.admits(candidate.outcome) and (by_lessons is None or by_lessons(candidate)):
                 return True
         if is_exact:
             return False
     guess = decide_on(model, eligible, reserve_bytes=reserve_bytes)
     guessed = choice_of(guess.actions, model.profile)
     return guess.fits and guess.predicted_slowdown < limit and guessed.run.is_exact >= is_exact
+
+
+def _lessons_of(
+    model: CostModel,
+    eligible: Eligible,
+    *,
+    margin_bytes: int,
+    margins: Mapping[Traits, int],
+    reserve_bytes: int,
+    reserves: Mapping[Kind, int],
+    rehearsed: Mapping[Choice, int],
+) -> Callable[[Candidate], bool]:
+    """Whether a candidate is expected to fit by what rehearsals have taught."""
+    budget = dataclasses.replace(eligible.budget, device_bytes=max(0, eligible.budget.device_bytes - reserve_bytes))
+    expected = _Expected(model, margin_bytes, margins, reserves, _by_blocks(rehearsed))
+    return lambda candidate: budget.admits(expected.of(candidate).outcome)
 
 
 def find_candidates(model: CostModel, baseline: Outcome, eligible: Eligible) -> list[Candidate]:

@@ -17,9 +17,10 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 from memscale._config import Config
-from memscale._decide import Kind, Traits, confirmed, decide_on, kind_of, peak_against_time, suspects_of
+from memscale._decide import confirmed, decide_on, peak_against_time
 from memscale._decide.allocator import MIN_BLOCK_BYTES, SEGMENT_ROUNDING_BYTES
 from memscale._decide.allocator.settings import AllocatorSettings
 from memscale._decide.budget import Held, needed_bytes
@@ -43,10 +44,16 @@ from memscale._planning.admission import Admission
 from memscale._planning.job import Job
 from memscale._planning.optimizer_trials import OptimizerCosts
 from memscale._planning.reserved.allocation_log import AllocationLog
-from memscale._planning.reserved.allocations import Start, allocator_settings, reserved_of, settings_before_plans
+from memscale._planning.reserved.allocations import (
+    Reserved,
+    Start,
+    allocator_settings,
+    reserved_of,
+    settings_before_plans,
+)
 from memscale._planning.reserved.beginning import Beginning, beginning_of
 from memscale._planning.reserved.found_memory import FoundMemory, find_memory, find_placed, find_workspaces
-from memscale._planning.reserved.least_reserved import growing, least_reserved
+from memscale._planning.reserved.least_reserved import as_little, growing, least_reserved
 from memscale._planning.reserved.recording import (
     Shortcuts,
     UnderPlan,
@@ -55,6 +62,7 @@ from memscale._planning.reserved.recording import (
     rehearse_lengthened,
 )
 from memscale._planning.stage import Stage
+from memscale._planning.taught import Taught
 from memscale._planning.trials import Trials
 from memscale._profile import KEEP, StateShare, StepTrace, TraceKey
 from memscale._profile.inputs import Inputs
@@ -67,12 +75,11 @@ from memscale._profile.shallow import (
 )
 from memscale._progress import stage
 from memscale._torch import private
-from memscale._units import MIB, round_up, show_bytes
+from memscale._units import MIB, round_up
 from memscale.report.explain import words_of_actions
 from memscale.report.peak_against_time import PeakAgainstTime
 from memscale.techniques import planned_step, settling_steps, technique_of
 from memscale.techniques.offload.optimizer.buckets import values_here
-from memscale.techniques.offload.optimizer.late_state import LATE_STATE
 from memscale.techniques.offload.parameters import streaming
 
 logger = logging.getLogger("memscale")
@@ -104,7 +111,7 @@ class OneWay(Trials):
         """The arguments are those of `Trials`."""
         super().__init__(job, inputs, travel, costs, stage)
         self._leaner_by: dict[Hashable, Held] = {}
-        self.taught = _Taught(0)
+        self.taught = Taught(0)
         """What the rehearsals of the last decision have taught."""
         self._last_log: tuple[Hashable, AllocationLog] = (None, AllocationLog())
         """The last log, and of whose steps it is. A log is large, so only one is kept."""
@@ -163,7 +170,7 @@ class OneWay(Trials):
         What rehearsals have taught of another way that is `like` this one is not found out again. Where no plan is
         expected to fit that is faster than the one to be `beating`, that one is returned.
         """
-        taught = _Taught(self.first_reserve(strategy.eligible)) if like is None else like.taught.as_it_began()
+        taught = Taught(self.first_reserve(strategy.eligible)) if like is None else like.taught.as_it_began()
         self.taught = taught
         while taught.num_tried <= _MAX_REHEARSALS:
             decided = self._decide(strategy, taught)
@@ -179,18 +186,9 @@ class OneWay(Trials):
             self._hold(plan)
         return plan if plan.fits else self._with_less_reserved(plan, strategy.eligible)
 
-    def _decide(self, strategy: Strategy, taught: _Taught) -> Plan:
+    def _decide(self, strategy: Strategy, taught: Taught) -> Plan:
         with stage("deciding what is done to which block"):
-            return decide_on(
-                self.cost_model(),
-                strategy.eligible,
-                strategy.source,
-                margin_bytes=taught.margin_bytes,
-                margins=taught.margins,
-                reserve_bytes=taught.reserve_bytes,
-                reserves=taught.reserves,
-                rehearsed=taught.needed(),
-            )
+            return decide_on(self.cost_model(), strategy.eligible, strategy.source, **taught.lessons())
 
     def _hold(self, plan: Plan) -> None:
         """Expect of plans like this one that they hold as much above what is live as it does."""
@@ -225,14 +223,19 @@ class OneWay(Trials):
         is_exact, other = (choice_of(one.actions, self.profile).run.is_exact for one in (decided, plan))
         return is_exact >= other and decided.predicted_slowdown < plan.predicted_slowdown
 
-    def _with_less_reserved(self, plan: Plan, eligible: Eligible) -> Plan:
-        """The last resort: releases take time that no model knows, so a plan that needs none is preferred."""
+    def _with_less_reserved(self, plan: Plan, eligible: Eligible, like: AllocatorUse | None = None) -> Plan:
+        """The last resort: releases take time that no model knows, so a plan that needs none is preferred.
+
+        `like`: what a plan asks for that is nearly this one. Where that suffices here, too, nothing else is looked for.
+        """
         live = Outcome(plan.predicted_peak_bytes, 0.0, plan.host_bytes, plan.movable_bytes)
         if not plan.actions or plan.predicted_reserved_bytes is None or not eligible.budget.admits(live):
             return plan
         held = self.held(plan.actions, eligible.config)
         assert held is not None, "the plan has its numbers"
-        leaner = self._leaner(held, plan.actions, eligible)
+        leaner = held if like is None else self._as_little(held, like, plan.actions, eligible)
+        if like is None or not eligible.has_room_for(leaner):
+            leaner = self._leaner(held, plan.actions, eligible)
         if not eligible.has_room_for(leaner):
             return leaner.written_in(plan)
         return leaner.written_in(dataclasses.replace(plan, fits=True, summary=Reason(ASKED, plan.summary.numbers)))
@@ -244,7 +247,7 @@ class OneWay(Trials):
             return None
         found = self.confirm(decided, eligible)
         is_last_resort = plan.summary.rule == ASKED and not found.fits
-        return self._with_less_reserved(found, eligible) if is_last_resort else found
+        return self._with_less_reserved(found, eligible, plan.allocator) if is_last_resort else found
 
     def confirm(self, plan: Plan, eligible: Eligible) -> Plan:
         """The number holds: run this very plan on the stage, and promise what that shows."""
@@ -301,11 +304,24 @@ class OneWay(Trials):
         if not releases and not self._may_switch:
             return held
         if key not in self._leaner_by:
-            last_key, log = self._last_log
-            log = log if last_key == key[0] else self.steps(actions, eligible.config)
+            log = self._log_of(actions, eligible.config)
             self._leaner_by[key] = self._find_leaner(log, held, eligible, releases=releases)
         leaner = self._leaner_by[key]
         return leaner if leaner.reserved_bytes < held.reserved_bytes * (1 - _WORTH_ASKING) else held
+
+    def _log_of(self, actions: tuple[Action, ...], config: Config) -> AllocationLog:
+        """Of the last plan it is still there."""
+        key, log = self._last_log
+        return log if key == self.key_of(actions) else self.steps(actions, config)
+
+    def _as_little(self, held: Held, like: AllocatorUse, actions: tuple[Action, ...], eligible: Eligible) -> Held:
+        """What is held with what a plan asks for that is nearly this one."""
+        log = self._log_of(actions, eligible.config)
+        with stage("playing the caching allocator, with what is asked of it already"):
+            workspace_bytes = self.hardware.workspace_bytes
+            use, found = as_little(log, self.allocator, like, workspace_bytes=workspace_bytes, start=self._start)
+        has_room = use.compacted_bytes <= self._most_moved_bytes(eligible)
+        return self._held_asking(held, use, found) if has_room else held
 
     @property
     def _may_switch(self) -> bool:
@@ -331,6 +347,10 @@ class OneWay(Trials):
                 )
             else:
                 use, found = growing(log, self.allocator, workspace_bytes=workspace_bytes, start=self._start)
+        return self._held_asking(held, use, found)
+
+    def _held_asking(self, held: Held, use: AllocatorUse, found: Reserved) -> Held:
+        """What is held where this is asked of the allocator, instead of what is held otherwise."""
         use = dataclasses.replace(use, otherwise_reserved_bytes=held.reserved_bytes)
         reserved_bytes = round_up(int(found.reserved_peak_bytes * (1 + _MARGIN)), MIB)
         return self._held_on(found.allocated_peak_bytes, reserved_bytes, use)
@@ -392,19 +412,20 @@ class OneWay(Trials):
         cuts: Sequence[Cut] = (),
     ) -> AllocationLog:
         attached = actions if attached is None else attached
-        of_passes = tuple(action for action in actions if not technique_of(action).only_steps)
+        of_passes = tuple(map(_in_passes, (action for action in actions if not technique_of(action).only_steps)))
         beside = streaming.rest_of(self.rehearsal.model, self.rehearsal.blocks)
         step = planned_step(actions)
-        # Passes know of buckets only what comes early and leaves late, and what is said by their actions.
-        travel = self.travel if step.early or step.late else self.travel.in_buckets_of(0)
-        key = (travel, self.key_of(of_passes), step.early, step.late, bool(actions), names_modules, tuple(cuts))
+        rules = self.costs.rules(step, window_bytes=self.travel.transfers.window_bytes)
+        # Passes know nothing of the optimizer's step, nor of the buckets in which its state travels.
+        travel = self.travel.in_buckets_of(0)
+        key = (travel, self.key_of(of_passes), rules is None, bool(actions), names_modules, tuple(cuts))
         return record_steps(
             self.rehearsal,
             self.model,
             self.job.optimizer,
             under=UnderPlan(
                 attach=self.attacher(attached, config) if actions else None,
-                rules=self.costs.rules(step, window_bytes=self.travel.transfers.window_bytes),
+                rules=rules,
                 points=points_of(beside) if actions else (),
                 learns=self._learns(actions),
                 early=planned_step(attached).early,
@@ -558,70 +579,8 @@ class OneWay(Trials):
         return taken_elsewhere(model, eligible, Candidate(choice, outcome))
 
 
-_LATE: Traits = frozenset([LATE_STATE])
-
-
-@dataclasses.dataclass(slots=True)
-class _Taught:
-    """What rehearsals of plans that did not fit have taught about others.
-
-    NOTE [late state teaches nothing else]: state that leaves late lies among the first activations of a forward, so
-    such plans hold more above what is live than others. What one needs above the peak model is asked of those alone,
-    and after a second one that did not fit there is no third: then plans are decided as if there were none.
-    """
-
-    reserve_bytes: int
-    num_tried: int = 0
-    """How many plans did not fit, but for those with late state."""
-    margin_bytes: int = 0
-    margins: dict[Traits, int] = dataclasses.field(default_factory=dict)
-    plans: dict[Choice, Plan] = dataclasses.field(default_factory=dict)
-    reserves: dict[Kind, int] = dataclasses.field(default_factory=dict)
-    """How much more than `reserve_bytes` plans of some kinds hold above what is live; mostly less, below zero."""
-
-    def as_it_began(self) -> _Taught:
-        """The same for another way, in which nothing was rehearsed yet."""
-        margins, reserves = dict(self.margins), dict(self.reserves)
-        return dataclasses.replace(self, margins=margins, reserves=reserves, plans={}, num_tried=0)
-
-    @property
-    def has_margins(self) -> bool:
-        """Whether the peak model was wrong about plans without late state."""
-        return any(suspects != _LATE for suspects in self.margins)
-
-    def hold(self, choice: Choice, above_bytes: int) -> None:
-        """A plan holds so much above what is live: others of its kind hold about as much."""
-        self.reserves[kind_of(choice)] = above_bytes - self.reserve_bytes
-
-    def needed(self) -> dict[Choice, int]:
-        """What each plan needs beside the reserve: it may hold more than that above what is live."""
-        return {
-            choice: max(plan.predicted_peak_bytes, (plan.predicted_reserved_bytes or 0) - self.reserve_bytes)
-            for choice, plan in self.plans.items()
-        }
-
-    def by(self, choice: Choice, plan: Plan, decided: Plan, *, is_last: bool) -> None:
-        """The plan did not fit. `is_last`: there is one more try."""
-        self.plans[choice] = plan
-        if choice.run.late_state:
-            needed_above = max(plan.predicted_peak_bytes, (plan.predicted_reserved_bytes or 0) - self.reserve_bytes)
-            is_first = _LATE not in self.margins
-            self.margins[_LATE] = needed_above - decided.predicted_peak_bytes if is_first else plan.budget_bytes
-            return
-        self.num_tried += 1
-        above_model, suspects = plan.predicted_peak_bytes - decided.predicted_peak_bytes, suspects_of(choice)
-        self.margins[suspects] = max(self.margins.get(suspects, 0), above_model)
-        logger.debug("the rehearsal peaked %s above the peak model: deciding again", show_bytes(above_model))
-        reserved_bytes, is_too_high = plan.predicted_reserved_bytes, plan.predicted_peak_bytes > plan.budget_bytes
-        if is_last and reserved_bytes is not None and not is_too_high:
-            self.reserve_bytes = plan.budget_bytes  # the lowest that there is
-        elif is_last:
-            self.margin_bytes = plan.budget_bytes  # what was traced as a whole is trusted
-        elif reserved_bytes is not None:
-            # Plans hold about as much above what is live as this one does; those that are lower less, in proportion.
-            share = plan.budget_bytes / reserved_bytes if is_too_high else 1.0
-            above_bytes = int((reserved_bytes - plan.predicted_peak_bytes) * share)
-            more_bytes = max(0, above_bytes - self.reserve_bytes)
-            self.reserve_bytes += more_bytes
-            if self.margins.get(_LATE, plan.budget_bytes) < plan.budget_bytes:
-                self.margins[_LATE] -= more_bytes  # which is asked of all now
+def _in_passes(action: Action) -> Action:
+    """Equal for actions that do the same in forward and backward."""
+    named: Any = action
+    found: Action = dataclasses.replace(named, bucket_bytes=1) if technique_of(action).buckets_only_step else action
+    return found

@@ -186,6 +186,8 @@ class _Way:
             is_exact=_is_exact(plan),
             # What the allocator holds above what is live is taken to be the same for other plans.
             reserve_bytes=needed_bytes(plan) - plan.predicted_peak_bytes,
+            # By which it will be decided, see `faster`: what cannot fit by it needs no rehearsals.
+            taught=self.planner.taught.as_it_began().lessons(),
         )
         return way if promises else None
 

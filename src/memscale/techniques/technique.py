@@ -196,6 +196,8 @@ class Technique:
     """The fields of `PlannedStep` that its actions set; None: they do not concern the optimizer's step."""
     only_steps: bool = False
     """Whether forward and backward compute and free what they do without it: it is about the optimizer's step alone."""
+    buckets_only_step: bool = False
+    """Whether forward and backward are the same whatever the size of its buckets (`bucket_bytes` of its actions)."""
 
     careful: Callable[[Unrehearsed], Iterable[Action]] | None = None
     """What it does in a careful plan beside its treatment of blocks; None: nothing."""

@@ -20,7 +20,11 @@ from memscale._plan import (
 from memscale._planning.planner import Planner
 from memscale._planning.reserved.allocation_log import AllocationLog
 from memscale._profile import CHECKPOINT_OFFLOAD
+from memscale.techniques.offload.optimizer.early_state import FetchStateEarly
+from memscale.techniques.offload.optimizer.late_state import SendStateLate
+from memscale.techniques.offload.optimizer.on_device import StepOnDevice
 from tests._planning.reserved.test_lengthened import planner_of, streamed, told
+from tests._planning.reserved.test_settled_steps import out_of_order, streaming
 from tests.lanes import some
 
 HALF, ALL = (OffloadOptimizer(OPTIMIZER_BUCKET_BYTES, share) for share in (0.5, 0.0))
@@ -29,6 +33,9 @@ STEPS: dict[str, tuple[Action, ...]] = {
     "all of the state waits": (ALL,),
     "in buckets": (StepInBuckets(STEP_BUCKET_BYTES),),
 }
+BESIDE = {"early": ((192, 0), (128, 0)), "late": ((0, 128), (0, 64)), "both": ((64, 128), (128, 64))}
+"""MiB that are asked for before the backward of the first blocks, and let go of before their forward. These blocks are
+treated unlike their neighbours each time, so that the same blocks are left out."""
 KINDS = ("recomputed", "offloaded", "streamed", "mixed")
 
 
@@ -71,6 +78,67 @@ def test_the_log_is_that_of_the_whole_plan(kind: str, overlaps: bool) -> None:
         assert told(again[name]) == told(whole[name])
         assert again[name].levels == whole[name].levels
     assert all(told(one) != told(other) for one, other in itertools.combinations(again.values(), 2))
+
+
+def beside(blocks: list[str], sizes: tuple[tuple[int, int], ...]) -> tuple[Action, ...]:
+    """State that comes early and leaves late, at the first blocks."""
+    asked = [(fqn, *each) for fqn, each in zip(blocks, sizes, strict=False)]
+    early = (FetchStateEarly(fqn, size << 20) for fqn, size, _ in asked if size)
+    return (*early, *(SendStateLate(fqn, size << 20) for fqn, _, size in asked if size))
+
+
+@pytest.mark.parametrize("kind", some(KINDS, "streamed", "mixed"))
+def test_state_beside_passes_needs_no_passes_of_its_own(kind: str) -> None:
+    """What comes under backward and leaves under the next forward is asked for in the same forward and backward."""
+    planner = planner_of(overlaps=True)
+    blocks = list(planner.rehearsal.blocks)
+    plans = {name: (*blocks_under(kind, blocks), ALL, *beside(blocks, sizes)) for name, sizes in BESIDE.items()}
+    whole = {name: recorded(planner_of(overlaps=True), actions) for name, actions in plans.items()}
+    recorded(planner, plans["early"])
+    calls = Calls()
+    with planner.rehearsal.model.register_forward_pre_hook(calls):
+        again = {name: recorded(planner, actions) for name, actions in plans.items()}
+    assert calls.number == 0, "forward and backward are known"
+    for name in BESIDE:
+        assert told(again[name]) == told(whole[name])
+        assert again[name].levels == whole[name].levels
+    assert all(told(one) != told(other) for one, other in itertools.combinations(again.values(), 2))
+
+
+def test_buckets_of_another_size_need_no_passes_of_their_own() -> None:
+    """Nor where streamed parameters visit the device to be stepped, as many at once as a bucket holds."""
+    planner = planner_of(overlaps=True)
+    in_small = planner.travel.in_buckets_of(32 << 20)
+
+    def actions(planner: Planner, size: int) -> tuple[Action, ...]:
+        treated = blocks_under("streamed", list(planner.rehearsal.blocks))
+        return (*(StepOnDevice(size) if isinstance(one, StepOnDevice) else one for one in treated), ALL)
+
+    recorded(planner, actions(planner, 64 << 20))
+    calls, small = Calls(), planner.by(in_small)
+    with planner.rehearsal.model.register_forward_pre_hook(calls):
+        log = small.steps(actions(planner, 32 << 20), planner.job.config)
+    assert calls.number == 0, "forward and backward are known"
+    other = planner_of(overlaps=True)
+    whole = other.by(in_small).steps(actions(other, 32 << 20), other.job.config)
+    assert told(log) == told(whole)
+    assert log.levels == whole.levels
+
+
+def test_passes_that_have_taught_something_are_known_too() -> None:
+    """Blocks that are visited in another order than they have: the second forward and backward are not the first."""
+    planner = out_of_order()
+    treated = streaming(list(planner.rehearsal.blocks))
+    whole = {name: recorded(out_of_order(), (*treated, *step)) for name, step in STEPS.items()}
+    calls = Calls()
+    with planner.rehearsal.model.register_forward_pre_hook(calls):
+        recorded(planner, (*treated, HALF))
+        assert calls.number == 2, "the first has taught the order"
+        again = {name: recorded(planner, (*treated, *step)) for name, step in STEPS.items()}
+    assert calls.number == 2, "both are known"
+    for name in STEPS:
+        assert told(again[name]) == told(whole[name])
+        assert again[name].levels == whole[name].levels
 
 
 def test_other_blocks_are_recorded_anew() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 
@@ -11,9 +12,9 @@ from memscale._hardware.allocator_environment import SMALL_PAGES
 from memscale._plan import AllocatorUse, ReleasePoint
 from memscale._planning.reserved import allocations
 from memscale._planning.reserved import least_reserved as search
-from memscale._planning.reserved.allocation_log import AllocationLog, Place
-from memscale._planning.reserved.allocations import reserved_of, staying_bytes
-from memscale._planning.reserved.least_reserved import MOST_HELD, WORTH, growing, least_reserved
+from memscale._planning.reserved.allocation_log import AllocationLog, Place, Reached
+from memscale._planning.reserved.allocations import Reserved, reserved_of, staying_bytes
+from memscale._planning.reserved.least_reserved import MOST_HELD, WORTH, as_little, growing, least_reserved
 from memscale._units import MIB
 
 pytestmark = pytest.mark.unit
@@ -55,6 +56,18 @@ def least(log: AllocationLog, *, may_switch: bool = True) -> AllocatorUse:
     use, found = least_reserved(log, AllocatorSettings(), may_switch=may_switch, workspace_bytes=0)
     assert found.reserved_peak_bytes == reserved_bytes(log, use)
     return use
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[AllocatorUse]:
+    """What is played from here on."""
+    played: list[AllocatorUse] = []
+
+    def play(*args: Any, use: AllocatorUse, **how: Any) -> Reserved:
+        played.append(use)
+        return reserved_of(*args, use=use, **how)
+
+    monkeypatch.setattr(search, "reserved_of", play)
+    return played
 
 
 def test_less_is_reserved() -> None:
@@ -102,6 +115,29 @@ def test_no_release_is_left_out_where_more_would_be_held_than_a_plan_should() ->
     assert use.releases == (BACKWARD,)
     assert reserved_bytes(log, use) <= MOST_HELD * allocated_bytes < reserved_bytes(log, none)
     assert reserved_bytes(log, none) < (1 + WORTH) * reserved_bytes(log, use)
+
+
+def test_releases_that_do_the_same_are_played_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing happens between the end of one module and the beginning of the next, so it is one moment to look at."""
+    played = watched(monkeypatch)
+
+    def plays(num_equals: int) -> tuple[AllocatorUse, int]:
+        log, equals = AllocationLog(), [ReleasePoint("after", f"x{number}") for number in range(num_equals)]
+        step(log, 3 * MIB)
+        index = next(i for i, event in enumerate(log.steps[0]) if event == Reached(HEAD))
+        log.steps[0][index + 1 : index + 1] = map(Reached, equals)
+        played.clear()
+        return least(log), len(played)
+
+    assert plays(num_equals=6) == plays(num_equals=0)
+
+
+def test_what_suffices_for_a_plan_is_played_once_for_one_like_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    use, played = least(log_of()), watched(monkeypatch)
+    found, reserved = as_little(log_of(4 * MIB), AllocatorSettings(), use, workspace_bytes=0)
+    assert found == use
+    assert played == [use]
+    assert reserved.reserved_peak_bytes == reserved_bytes(log_of(4 * MIB), use)
 
 
 def test_what_a_weight_took_goes_back_before_the_loss() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from memscale._plan import ReleasePoint
 
@@ -93,6 +93,14 @@ class LetGo:
 Event = Allocated | Freed | Multiplied | Emptied | Reached | Resumed | Asked | LetGo
 
 
+class Moment(NamedTuple):
+    """A step has come to a layer when it had so many events, and so many of a recorder's marks."""
+
+    point: ReleasePoint
+    num_events: int
+    num_marks: int
+
+
 LogState = tuple[int, frozenset[Thread], frozenset[int]]
 """What decides how a log goes on: how many allocations it had, which threads have multiplied, what it has forgotten."""
 
@@ -115,6 +123,8 @@ class AllocationLog:
         """What is there before the first step, by serial."""
         self.arrivals: tuple[Arrival, ...] = ("before",)
         """When the batch may come. See NOTE [arriving batches]."""
+        self.moments: list[Moment] = []
+        """Those that the step that is under way has come to."""
         self.place: Place | None = None
         """The place of what is allocated next."""
         self._sum: tuple[int, Allocated, frozenset[int]] | None = None
@@ -127,6 +137,7 @@ class AllocationLog:
     def begin_step(self) -> list[Event]:
         """Begin another step. The list that is returned is filled as the events of the step come."""
         self.steps.append([])
+        self.moments = []
         return self.steps[-1]
 
     def played(self, num_steps: int, arrival: Arrival = "before") -> list[list[Event]]:
@@ -182,11 +193,9 @@ class AllocationLog:
     def reach(self, point: ReleasePoint) -> None:
         self._now.append(Reached(point))
 
-    def ask(self, num_bytes: int) -> None:
-        self._now.append(Asked(num_bytes))
-
-    def let_go(self, num_bytes: int) -> None:
-        self._now.append(LetGo(num_bytes))
+    def note(self, point: ReleasePoint, num_marks: int) -> None:
+        """The step has come to a moment that is no event: nothing happens then, unless a plan asks for something."""
+        self.moments.append(Moment(point, len(self._now), num_marks))
 
     def resume(self, gradients: Iterable[tuple[Origin, int, int]]) -> None:
         """A later batch of the step begins; which gradients are there, the keys of their storages, and their bytes."""
@@ -213,6 +222,8 @@ class AllocationLog:
         if serial not in summands or not self._now or self._now[-1] is not allocated:
             return False
         self._now.pop()
+        for index, moment in enumerate(self.moments):
+            self.moments[index] = moment._replace(num_events=min(moment.num_events, len(self._now)))
         self._serials[key] = serial
         return True
 

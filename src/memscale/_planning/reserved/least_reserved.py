@@ -19,6 +19,7 @@ import dataclasses
 import math
 
 from memscale._decide.allocator.settings import AllocatorSettings
+from memscale._execute.reserving import STEP_BEGIN
 from memscale._hardware.allocator_environment import SMALL_PAGES
 from memscale._plan import AllocatorUse, ReleasePoint
 from memscale._planning.reserved.allocation_log import AllocationLog, Reached
@@ -34,8 +35,24 @@ WORTH_MOVING = 0.015
 NUM_STEPS = 3
 """How many steps are played: the first makes the optimizer's state, and what comes later is like the third."""
 
+_WITHIN_REACH = 1.05
+"""How many times what segments that grow bring it to may be reserved at first in ordinary ones, or releases are not tried
+one by one there: that seldom saves more, and is a third of what is played."""
 _MAX_EVENTS = 3_000_000
 """The most events that are played for one plan: some seconds. The larger a step is, the fewer ways are tried."""
+
+
+def as_little(
+    log: AllocationLog,
+    settings: AllocatorSettings,
+    like: AllocatorUse,
+    *,
+    workspace_bytes: int,
+    start: Start = None,
+) -> tuple[AllocatorUse, Reserved]:
+    """What a plan asks for that is nearly this one, and what is reserved with it. `start`: as in `reserved_of`."""
+    use = dataclasses.replace(like, compacted_bytes=staying_bytes(log)) if like.compacted_bytes else like
+    return use, _Trials(log, settings, workspace_bytes, start).played(use)
 
 
 def least_reserved(
@@ -50,7 +67,9 @@ def least_reserved(
     """What to ask for, and what is reserved then. `may_switch`: segments may be made to grow page by page.
     `most_moved_bytes`: how much the host has room for while it is moved together. `start`: as in `reserved_of`."""
     trials = _Trials(log, settings, workspace_bytes, start)
-    found = [trials.lowest(AllocatorUse(text)) for text in (("", SMALL_PAGES) if may_switch else ("",))]
+    found = [trials.lowest(AllocatorUse(SMALL_PAGES))] if may_switch else []
+    within_reach = int(_WITHIN_REACH * trials.bytes_of(found[0])) if found else None
+    found.insert(0, trials.lowest(AllocatorUse(""), within_reach))
     most_bytes = int(MOST_HELD * trials.played(found[-1]).allocated_peak_bytes)
     holds_much = min(map(trials.bytes_of, found)) > most_bytes
     if may_switch and holds_much and 0 < (moved_bytes := staying_bytes(log)) <= most_moved_bytes:
@@ -93,8 +112,9 @@ class _Trials:
         self._above: dict[AllocatorUse, int] = {}
         """What is known to be exceeded, of ways that were not played to their end."""
         self._num_left = _MAX_EVENTS // max(1, NUM_STEPS * len(log.steps[-1]))
-        events = (event for events in log.steps for event in events)
-        self._points = frozenset(event.point for event in events if isinstance(event, Reached))
+        self._same = _first_of_equals(log)
+        """For each point the first that it does the same as."""
+        self._points = frozenset(self._same.values())
 
     def played(self, use: AllocatorUse) -> Reserved:
         if use not in self._known:
@@ -126,10 +146,15 @@ class _Trials:
     def bytes_of(self, use: AllocatorUse) -> int:
         return self.played(use).reserved_peak_bytes
 
-    def lowest(self, none: AllocatorUse) -> AllocatorUse:
+    def lowest(self, none: AllocatorUse, most_bytes: int | None = None) -> AllocatorUse:
         """The lowest use like this one without releases, that is found from the best start or from no release at all:
-        where releases at all moments are the best start, a single one may be better, and it is far from there."""
+        where releases at all moments are the best start, a single one may be better, and it is far from there.
+
+        Of a start above `most_bytes` nothing better is looked for.
+        """
         start = self.start(none)
+        if most_bytes is not None and self.bytes_of(start) > most_bytes:
+            return start
         found = self.improved(start)
         if start == none:
             return found
@@ -138,7 +163,8 @@ class _Trials:
 
     def start(self, none: AllocatorUse) -> AllocatorUse:
         """The lowest of: no release, those where what is held rises, and all that there could be."""
-        where_it_rises = dataclasses.replace(none, releases=_in_order(self.played(none).rises))
+        rises = frozenset(self._same[point] for point in self.played(none).rises)
+        where_it_rises = dataclasses.replace(none, releases=_in_order(rises))
         everywhere = dataclasses.replace(none, releases=_in_order(self._points))
         best = none
         for use in (where_it_rises, everywhere):
@@ -171,6 +197,25 @@ class _Trials:
                 else:
                     start += size
         return use
+
+
+def _first_of_equals(log: AllocationLog) -> dict[ReleasePoint, ReleasePoint]:
+    """Points between which nothing is allocated or freed, whenever they are reached: a release at any of them does the
+    same. Behind a module and before the next one there is often nothing."""
+    visits: dict[ReleasePoint, list[int]] = {}
+    position = 0
+    for events in log.steps:
+        position += 1
+        for event in events:
+            if not isinstance(event, Reached):
+                position += 1
+                continue
+            position += event.point == STEP_BEGIN  # what stays may be moved together there
+            visits.setdefault(event.point, []).append(position)
+    first: dict[tuple[int, ...], ReleasePoint] = {}
+    for point in _in_order(frozenset(visits)):
+        first.setdefault(tuple(visits[point]), point)
+    return {point: first[tuple(found)] for point, found in visits.items()}
 
 
 def _in_order(points: frozenset[ReleasePoint]) -> tuple[ReleasePoint, ...]:

@@ -37,14 +37,21 @@ from memscale._planning.reserved.allocation_log import (
     LetGo,
     Origin,
     Place,
-    Resumed,
 )
 from memscale._planning.reserved.beginning import MODEL_FIRST, Beginning
+from memscale._planning.reserved.beside_passes import note_moments, with_asking, with_early, with_late
 from memscale._planning.reserved.bucket_steps import Beside, BucketRules, KnownSteps, SteppedOptimizer
 from memscale._planning.reserved.event_recorder import EventRecorder, LogRecorder
-from memscale._planning.reserved.known_passes import KnownPasses, Passed, gradients_of, made_again
+from memscale._planning.reserved.known_passes import (
+    KnownPasses,
+    Passed,
+    Stretch,
+    gradients_of,
+    made_again,
+    may_be_known,
+)
 from memscale._planning.reserved.left_gradients import LeftGradients
-from memscale._planning.reserved.lengthened import Mark, lengthened
+from memscale._planning.reserved.lengthened import lengthened
 from memscale._profile import Segment, StepTrace
 from memscale._profile.optimizer_twin import optimizer_over
 from memscale._profile.rehearsal import Attach, Detachable, FakeRehearsal, left_autocast, loss_of, run_backward
@@ -82,7 +89,7 @@ class Shortcuts:
     known: KnownSteps | None = None
     """Buckets that this optimizer was seen to step; more are added."""
     passes: KnownPasses | None = None
-    """Those that a recording of the same plan but for the optimizer's step has filled; or none yet."""
+    """Those that a recording of the same plan but for the optimizer's step and its state has filled; or none yet."""
 
 
 def record_steps(
@@ -114,11 +121,11 @@ def record_steps(
         if names_modules:
             _watch_modules(rehearsal, recorder, undo)
         stand_ins = dict(zip(map(id, model.parameters()), rehearsal.model.parameters(), strict=True))
-        missing = _Missing(rehearsal, recorder, shortcuts.cuts, undo, under.rules)
+        missing = _Missing(rehearsal, recorder, shortcuts.cuts, undo, under)
         attached = None if under.attach is None else _attached(under.attach, rehearsal, recorder, undo)
         watch(rehearsal.model, under.points, log.reach, undo)
-        _watch_early(rehearsal, recorder, under.early, undo)
-        _watch_late(rehearsal, recorder, under.late, undo)
+        if under.rules is not None:
+            note_moments(rehearsal, recorder, _blocks_here(rehearsal), undo)
         away = _leave_home(recorder, rehearsal, stand_ins, missing, were_there=not beginning.from_host)
         stepping = _optimizer_on(rehearsal, recorder, model, optimizer, stand_ins, away, under.rules, shortcuts.known)
         leaving = LeftGradients(rehearsal, recorder.events, recorder.storages) if rehearsal.leaves_gradients else None
@@ -177,32 +184,6 @@ def _attached(
     return attached
 
 
-def _watch_early(
-    rehearsal: FakeRehearsal, recorder: EventRecorder, early: Sequence[tuple[str, int]], undo: contextlib.ExitStack
-) -> None:
-    """Let both logs say where state is asked for."""
-    sizes = dict(early)
-
-    def ask(point: ReleasePoint) -> None:
-        recorder.events.ask(sizes[point.module_fqn])
-        recorder.storages.ask(sizes[point.module_fqn])
-
-    watch(rehearsal.model, [ReleasePoint("backward", fqn) for fqn in sizes], ask, undo)
-
-
-def _watch_late(
-    rehearsal: FakeRehearsal, recorder: EventRecorder, late: Sequence[tuple[str, int]], undo: contextlib.ExitStack
-) -> None:
-    """Let both logs say where late state goes."""
-    sizes = dict(late)
-
-    def let_go(point: ReleasePoint) -> None:
-        recorder.events.let_go(sizes[point.module_fqn])
-        recorder.storages.let_go(sizes[point.module_fqn])
-
-    watch(rehearsal.model, [ReleasePoint("forward", fqn) for fqn in sizes], let_go, undo)
-
-
 class _Lesson:
     """Tells whether what is attached has learnt something since it was attached."""
 
@@ -224,10 +205,11 @@ class _Missing:
         recorder: LogRecorder,
         cuts: Sequence[Cut],
         undo: contextlib.ExitStack,
-        rules: BucketRules | None = None,
+        under: UnderPlan = UnderPlan(),
     ) -> None:
-        """`rules` say how much state is asked for early at most, however often, and how much is late."""
+        """The plan says where how much state is asked for early and goes late; its rules, how much that is at most."""
         self._recorder, self._cuts, self._mode = recorder, list(cuts), rehearsal.mode
+        self._early, self._late, rules = dict(under.early), dict(under.late), under.rules
         self._early_bytes, self.late_bytes = (0, 0) if rules is None else (rules.early_bytes, rules.late_bytes)
         self.stand_ins: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         """Parameters that are left out, by id: each with that of the block that stands for its own."""
@@ -262,21 +244,27 @@ class _Missing:
         for parameter, _ in self.stand_ins.values():
             parameter.grad = None
 
-    def put_in(
-        self, log: AllocationLog, marks: list[Mark], passed: list[Event], *later: list[Event]
-    ) -> list[list[Event]]:
-        """All parts of the step, with what these blocks allocate."""
-        return lengthened(passed, later, marks, self._cuts, log.new_serial) if self._cuts else [passed, *later]
+    def put_in(self, log: AllocationLog, passed: Stretch, *later: Sequence[Event]) -> list[list[Event]]:
+        """All parts of the step, with what the plan asks for beside them and what these blocks allocate."""
+        events, marks = with_asking(passed.events, passed.marks, passed.moments, self._early, self._late)
+        lists = [list(part) for part in later]
+        return lengthened(events, lists, marks, self._cuts, log.new_serial) if self._cuts else [events, *lists]
 
-    def levels(self, passed: list[Event], ended: list[Event], num_ending: int) -> tuple[int, int]:
+    def levels(self, passed: Stretch, num_ending: int) -> tuple[int, int]:
         """How high live bytes rise in forward and backward, and where they end, of the recorder's storages.
 
         `num_ending`: what goes at the end before gradients do.
         """
         recorder = self._recorder
-        passed, ended = self.put_in(recorder.storages, recorder.storage_marks, passed, ended)
-        events, before = [*passed, *ended[:num_ending]], recorder.storages.before
+        events, ended = self.put_in(recorder.storages, passed, passed.ended)
+        events, before = [*events, *ended[:num_ending]], recorder.storages.before
         return _levels(events, before, recorder.rounding_bytes, self._early_bytes, self.late_bytes)
+
+
+def _blocks_here(rehearsal: FakeRehearsal) -> list[str]:
+    """The names of blocks in the model as it is now, which may be a shorter one."""
+    here = {name for name, _ in rehearsal.model.named_modules()}
+    return [module_fqn for module_fqn in rehearsal.blocks if module_fqn in here]
 
 
 def _leave_home(
@@ -340,74 +328,83 @@ class _Parts:
 
     def record_all(self, num_steps: int, lesson: _Lesson | None, passes: KnownPasses | None) -> list[list[Event]]:
         """So many steps, in the order in which they run: the first makes the optimizer's state."""
-        recorded = list(self.record(num_steps, lesson, passes))
+        if self._leaving is None and passes and passes[0].suits(self._recorder.events):
+            return self._record_again(num_steps, passes)
+        found: KnownPasses = []
+        recorded = self._record(num_steps, lesson, found)
         if len(recorded) < num_steps:
-            recorded += self.record(num_steps - len(recorded))
-        return recorded if self._leaving is None else self._leaving.replacing_each_other(recorded)
+            recorded += self._record(num_steps - len(recorded), None, found)
+        if self._leaving is not None:
+            return self._leaving.replacing_each_other(recorded)
+        if passes is not None:
+            passes[:] = found if may_be_known(found) else []
+        return recorded
 
-    def record(
-        self, num_steps: int, lesson: _Lesson | None = None, passes: KnownPasses | None = None
-    ) -> list[list[Event]]:
-        """Forward and backward once, unless they are known, steps of the optimizer on what they leave, and the end.
+    def _record(self, num_steps: int, lesson: _Lesson | None, passes: KnownPasses) -> list[list[Event]]:
+        """Forward and backward once, steps of the optimizer on what they leave, and the end.
 
         One step alone where what is attached has learnt something from it, or its gradients are left to the next.
         """
         self._recorder.recall = self._rehearsal.recall()
-        if self._leaving is None and passes and passes[0].suits(self._recorder.events):
-            return self._record_again(num_steps, passes[0])
-        log, recorder, missing = self._recorder.events, self._recorder, self._missing
-        begun = frozenset(log.before), log.state
+        log, storages, recorder, missing = self._recorder.events, self._recorder.storages, self._recorder, self._missing
+        before, starts = frozenset(log.before), (log.state, storages.state)
         with recorder:
-            passed, held = log.begin_step(), recorder.storages.begin_step()
+            passed, held = log.begin_step(), storages.begin_step()
+            moments = log.moments, storages.moments
             recorder.marks, recorder.storage_marks = [], []
             kept, loss = self._pass(held)
-            events, end, gradients = tuple(passed), log.state, gradients_of(self._staying)
-            is_learnt = lesson is not None and lesson.is_learnt
+            events, ends, gradients = tuple(passed), (log.state, storages.state), gradients_of(self._staying)
+            if (lesson is not None and lesson.is_learnt) or self._leaving is not None:
+                num_steps = 1
             with left_autocast(self._rehearsal.device_type):
                 missing.make_gradients()
-                stepped = self._step(1 if is_learnt or self._leaving is not None else num_steps)
-        ended, let_go = log.begin_step(), recorder.storages.begin_step()
+                stepped = self._step(num_steps)
+        ended, let_go = log.begin_step(), storages.begin_step()
         del loss
         num_ending = len(let_go)
         del kept
         if self._leaving is None:
             self._clear_gradients()
         missing.clear_gradients()
-        log.levels.append(missing.levels(held, let_go, num_ending))
-        if passes is not None and not is_learnt and gradients is not None:
-            kept_marks, levels = tuple(recorder.marks), log.levels[-1]
-            passes[:] = [Passed(*begun, end, events, kept_marks, gradients, tuple(ended), levels)]
-        return self._whole(passed, stepped, ended)
+        requests = Stretch(starts[0], ends[0], events, tuple(recorder.marks), tuple(moments[0]), tuple(ended))
+        marks = tuple(recorder.storage_marks)
+        live = Stretch(starts[1], ends[1], tuple(held), marks, tuple(moments[1]), tuple(let_go))
+        known = Passed(before, requests, live, gradients, num_ending)
+        passes.append(known)
+        return self._whole(known, stepped)
 
-    def _record_again(self, num_steps: int, known: Passed) -> list[list[Event]]:
+    def _record_again(self, num_steps: int, passes: KnownPasses) -> list[list[Event]]:
         """The same where forward and backward are known: the optimizer steps on gradients as they leave them."""
         log, recorder, missing = self._recorder.events, self._recorder, self._missing
-        with recorder:
-            passed = log.begin_step()
-            passed += known.events
-            recorder.marks = list(known.marks)
-            with recorder.without_log():
-                for gradient in made_again(known, self._staying):
-                    recorder.see(gradient, "gradients")
-            log.go_on_from(known.end)
-            with left_autocast(self._rehearsal.device_type):
-                missing.make_gradients()
-                stepped = self._step(num_steps)
-        ended = log.begin_step()
-        self._clear_gradients()
-        missing.clear_gradients()
-        ended[:] = known.ended
-        log.levels.append(known.levels)
-        return self._whole(passed, stepped, ended)
+        recorder.recall = self._rehearsal.recall()
+        recorded: list[list[Event]] = []
+        for number, one in enumerate(passes, 1):
+            known = dataclasses.replace(one, requests=one.requests.moved_to(log.state))
+            with recorder:
+                log.begin_step()
+                with recorder.without_log():
+                    for gradient in made_again(known, self._staying):
+                        recorder.see(gradient, "gradients")
+                log.go_on_from(known.requests.end)
+                recorder.storages.go_on_from(known.storages.end)
+                with left_autocast(self._rehearsal.device_type):
+                    missing.make_gradients()
+                    stepped = self._step(num_steps - len(recorded) if number == len(passes) else 1)
+            log.begin_step()
+            self._clear_gradients()
+            missing.clear_gradients()
+            recorded += self._whole(known, stepped)
+        return recorded
 
     def _clear_gradients(self) -> None:
         for parameter in self._rehearsal.model.parameters():
             parameter.grad = None
 
-    def _whole(self, passed: list[Event], stepped: list[list[Event]], ended: list[Event]) -> list[list[Event]]:
+    def _whole(self, known: Passed, stepped: list[list[Event]]) -> list[list[Event]]:
         """Whole steps, of their parts."""
-        log, recorder = self._recorder.events, self._recorder
-        passed, *stepped, ended = self._missing.put_in(log, recorder.marks, passed, *stepped, ended)
+        log, missing = self._recorder.events, self._missing
+        log.levels.append(missing.levels(known.storages, known.num_ending))
+        passed, *stepped, ended = missing.put_in(log, known.requests, *stepped, known.requests.ended)
         beside, self._beside = self._beside, []
         return [self._with_beside(passed, *each, ended) for each in zip(stepped, beside, strict=True)]
 
@@ -473,53 +470,6 @@ def _stand_ins_of_outputs(rehearsal: FakeRehearsal) -> list[torch.Tensor]:
     return [torch.empty(size, dtype=torch.uint8, device=rehearsal.device_type) for size in sizes]
 
 
-# ---- state that comes early, and state that leaves late
-
-
-def with_late(passed: Sequence[Event], stepped: Sequence[Event], late: Sequence[Event], late_bytes: int) -> list[Event]:
-    """Forward and backward, with these releases of the step before as soon as no more may be held; at first
-    `late_bytes` may.
-
-    A step that is played again frees what it has allocated when it was played before: see `Replay`.
-    """
-    sizes = {event.serial: event.num_bytes for event in stepped if isinstance(event, Allocated)}
-    leaving = [event for event in late if isinstance(event, Freed)]
-    held_bytes, found = sum(sizes[event.serial] for event in leaving), list[Event]()
-    for event in passed:
-        if not isinstance(event, LetGo):
-            found.append(event)
-            continue
-        late_bytes = max(0, late_bytes - event.num_bytes)  # again where the layer is computed again
-        while held_bytes > late_bytes:
-            held_bytes -= sizes[leaving[0].serial]
-            found.append(leaving.pop(0))
-    return [*found, *leaving]
-
-
-def with_early(passed: Sequence[Event], early: Sequence[Event], new_serial: Callable[[], int]) -> list[Event]:
-    """Forward and backward, with these allocations made as soon as there is room for each in what was asked for.
-
-    A later batch of the same step gives up what was fetched for the one before. See NOTE [early state] in
-    techniques/offload/optimizer/early_arrivals.py.
-    """
-    coming = [event for event in early if isinstance(event, Allocated)]
-    last = max((index for index, event in enumerate(passed) if isinstance(event, Resumed)), default=-1)
-    found, held, asked_bytes = list[Event](), list[Allocated](), 0
-    for index, event in enumerate(passed):
-        if isinstance(event, Resumed):
-            found += [Freed(one.serial) for one in held]
-            held, asked_bytes = [], 0
-        if not isinstance(event, Asked):
-            found.append(event)
-            continue
-        asked_bytes += event.num_bytes
-        while len(held) < len(coming) and sum(e.num_bytes for e in coming[: len(held) + 1]) <= asked_bytes:
-            one = coming[len(held)]
-            held.append(one if index > last else dataclasses.replace(one, serial=new_serial()))
-            found.append(held[-1])
-    return [*found, *coming[len(held) :]]
-
-
 # ---- live bytes alone
 
 
@@ -549,16 +499,16 @@ def highest_of(levels: Sequence[tuple[int, int]]) -> StepTrace:
 
 
 def _record_pass(rehearsal: FakeRehearsal, recorder: LogRecorder, missing: _Missing) -> tuple[int, int]:
-    passed = recorder.storages.begin_step()
+    start, passed = recorder.storages.state, recorder.storages.begin_step()
     recorder.storage_marks = []
     recorder.recall = rehearsal.recall()
     with recorder:
         recorder.move_to("forward", "", 0)
         rehearsal.pass_through(recorder)
-    ended = recorder.storages.begin_step()
+    end, ended = recorder.storages.state, recorder.storages.begin_step()
     for parameter in rehearsal.model.parameters():
         parameter.grad = None
-    return missing.levels(passed, ended, 0)
+    return missing.levels(Stretch(start, end, tuple(passed), tuple(recorder.storage_marks), (), tuple(ended)), 0)
 
 
 def _levels(

@@ -95,6 +95,7 @@ DEVICE_STEP = Technique(
     hindrance=_hindrance,
     option=RunOption(field="steps_on_device", values=_values, actions=_actions, value=_value),
     step=lambda actions: {"guests": True, "bucket_bytes": min(action.bucket_bytes for action in actions)},
+    buckets_only_step=True,
     careful=_careful,
     attach=_attach,
     place=58,
