@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from memscale._decide.choice import Choice, RunOptions
-from memscale._planning.one_way import _Taught
+from memscale._planning.taught import Taught
 from memscale._profile import CHECKPOINT, OFFLOAD, Treatment
 
 pytestmark = pytest.mark.unit
@@ -38,7 +38,7 @@ def shown(peak_bytes: int, reserved_bytes: int | None) -> Any:
 def test_one_rehearsal_teaches_what_is_live_and_what_is_held(
     peak_bytes: int, reserved_bytes: int | None, reserve_bytes: int
 ) -> None:
-    taught = _Taught(50)
+    taught = Taught(50)
     choice = choice_of(OFFLOAD)
     taught.by(choice, shown(peak_bytes, reserved_bytes), shown(peak_bytes - 70, None), is_last=False)
     assert taught.reserve_bytes == reserve_bytes
@@ -53,6 +53,6 @@ def test_one_rehearsal_teaches_what_is_live_and_what_is_held(
 def test_the_last_try_is_the_lowest_or_one_that_was_traced_as_a_whole(
     peak_bytes: int, reserved_bytes: int | None, expected: tuple[int, int]
 ) -> None:
-    taught = _Taught(50)
+    taught = Taught(50)
     taught.by(choice_of(CHECKPOINT), shown(peak_bytes, reserved_bytes), shown(peak_bytes, None), is_last=True)
     assert (taught.reserve_bytes, taught.margin_bytes) == expected

@@ -36,8 +36,8 @@ NUM_STEPS = 3
 """How many steps are played: the first makes the optimizer's state, and what comes later is like the third."""
 
 _WITHIN_REACH = 1.05
-"""How many times what segments that grow bring it to may be reserved at first in ordinary ones, or releases are not tried
-one by one there: that seldom saves more, and is a third of what is played."""
+"""How many times what segments that grow bring it to may be reserved at first in ordinary ones, or releases are not
+tried one by one there: that seldom saves more, and is a third of what is played."""
 _MAX_EVENTS = 3_000_000
 """The most events that are played for one plan: some seconds. The larger a step is, the fewer ways are tried."""
 
