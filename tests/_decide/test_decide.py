@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memscale import Config, DoesNotFitError
-from memscale._decide import confirmed, decide, decide_on, kind_of, needs_optimizing, suspects_of
+from memscale._decide import confirmed, decide, decide_on, has_faster, kind_of, needs_optimizing, suspects_of
 from memscale._decide.budget import budget_bytes
 from memscale._decide.choice import Choice, RunOptions, choice_of
 from memscale._decide.cost_model import CostModel
@@ -288,6 +288,26 @@ def test_a_margin_of_what_travels_is_not_that_of_other_plans() -> None:
     assert CHECKPOINT in checkpointed or SELECTIVE in checkpointed
     safer = decide_on(model, resolve(config, model.hardware), margins={checkpointed: 100 * MB})
     assert safer.predicted_peak_bytes <= BASELINE - 101 * MB < close.predicted_peak_bytes
+
+
+def test_a_faster_plan_must_fit_by_what_rehearsals_have_taught() -> None:
+    """Or what it needs would be rehearsed, and then it would not be taken."""
+    model, eligible = CostModel(PROFILE, HARDWARE), resolve(with_budget(BASELINE - 1 * MB), HARDWARE)
+    limit = decide_on(model, eligible).predicted_slowdown + 1e-3
+
+    def is_found(margin_bytes: int) -> bool:
+        taught = {
+            "margin_bytes": margin_bytes,
+            "margins": {},
+            "reserve_bytes": 0,
+            "reserves": {},
+            "rehearsed": {},
+        }
+        return has_faster(model, eligible, limit, is_exact=True, taught=taught)
+
+    assert has_faster(model, eligible, limit, is_exact=True)
+    assert is_found(0)
+    assert not is_found(BASELINE)
 
 
 # ---- the same everywhere

@@ -418,7 +418,8 @@ class OneWay(Trials):
         rules = self.costs.rules(step, window_bytes=self.travel.transfers.window_bytes)
         # Passes know nothing of the optimizer's step, nor of the buckets in which its state travels.
         travel = self.travel.in_buckets_of(0)
-        key = (travel, self.key_of(of_passes), rules is None, bool(actions), names_modules, tuple(cuts))
+        asked_at = frozenset(fqn for fqn, _ in (*step.early, *step.late)) - self.rehearsal.blocks.keys()
+        key = (travel, self.key_of(of_passes), rules is None, asked_at, bool(actions), names_modules, tuple(cuts))
         return record_steps(
             self.rehearsal,
             self.model,

@@ -125,7 +125,8 @@ def record_steps(
         attached = None if under.attach is None else _attached(under.attach, rehearsal, recorder, undo)
         watch(rehearsal.model, under.points, log.reach, undo)
         if under.rules is not None:
-            note_moments(rehearsal, recorder, _blocks_here(rehearsal), undo)
+            asked_at = (module_fqn for module_fqn, _ in (*under.early, *under.late))
+            note_moments(rehearsal, recorder, dict.fromkeys((*_blocks_here(rehearsal), *asked_at)), undo)
         away = _leave_home(recorder, rehearsal, stand_ins, missing, were_there=not beginning.from_host)
         stepping = _optimizer_on(rehearsal, recorder, model, optimizer, stand_ins, away, under.rules, shortcuts.known)
         leaving = LeftGradients(rehearsal, recorder.events, recorder.storages) if rehearsal.leaves_gradients else None
