@@ -310,7 +310,7 @@ class OneWay(Trials):
         return leaner if leaner.reserved_bytes < held.reserved_bytes * (1 - _WORTH_ASKING) else held
 
     def _log_of(self, actions: tuple[Action, ...], config: Config) -> AllocationLog:
-        """Of the last plan it is still there."""
+        """The log of steps with these actions, which is still there where it is the last one."""
         key, log = self._last_log
         return log if key == self.key_of(actions) else self.steps(actions, config)
 
