@@ -18,7 +18,8 @@ from memscale._plan import (
     StepInBuckets,
 )
 from memscale._planning.planner import Planner
-from memscale._planning.reserved.allocation_log import AllocationLog
+from memscale._planning.reserved.allocation_log import Allocated, AllocationLog, Event, Freed
+from memscale._planning.reserved.known_passes import Passed, Stretch, may_be_known
 from memscale._profile import CHECKPOINT_OFFLOAD
 from memscale.techniques.offload.optimizer.early_state import FetchStateEarly
 from memscale.techniques.offload.optimizer.late_state import SendStateLate
@@ -139,6 +140,31 @@ def test_passes_that_have_taught_something_are_known_too() -> None:
     for name in STEPS:
         assert told(again[name]) == told(whole[name])
         assert again[name].levels == whole[name].levels
+
+
+def stretch_of(start: int, *events: Event) -> Stretch:
+    end = start + sum(isinstance(event, Allocated) for event in events)
+    nothing = frozenset[int]()
+    return Stretch((start, frozenset(), nothing), (end, frozenset(), nothing), events, (), (), (Freed(start),))
+
+
+def test_a_second_pass_goes_on_where_the_optimizer_has_ended() -> None:
+    """What it allocates gets other serials; what was there before keeps its own."""
+    second = stretch_of(10, Allocated(10, 512), Freed(3), Allocated(11, 512), Freed(11))
+    state = (14, frozenset({"forward"}), frozenset({12}))
+    moved = second.moved_to(state)
+    assert moved.events == (Allocated(14, 512), Freed(3), Allocated(15, 512), Freed(15))
+    assert moved.ended == (Freed(14),)
+    assert (moved.start, moved.end) == (state, (16, *state[1:]))
+
+
+@pytest.mark.parametrize(("freed", "expected"), [(3, True), (6, False)])
+def test_passes_that_free_what_the_optimizer_made_are_not_kept(freed: int, expected: bool) -> None:
+    """Serials 5 to 9 are those of the optimizer's first step, which is another in another plan."""
+    first = stretch_of(2, Allocated(2, 512), Allocated(3, 512), Allocated(4, 512))
+    second = stretch_of(10, Freed(freed), Allocated(10, 512))
+    passes = [Passed(frozenset(), one, one, (), 0) for one in (first, second)]
+    assert may_be_known(passes) is expected
 
 
 def test_other_blocks_are_recorded_anew() -> None:
