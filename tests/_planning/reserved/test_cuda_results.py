@@ -117,6 +117,7 @@ def test_what_is_predicted_now(row: dict[str, Any]) -> None:
         mode="balanced" if mode == "plain" else mode,
         async_offload=travels == "async",
         async_config=AsyncOffloadConfig(),  # the windows that were measured, not the smallest
+        max_cpu_offload_gb=row.get("host_gb"),
         force_optimize=True,
         enable_logging=False,
     )
