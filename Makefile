@@ -132,4 +132,4 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(CUDA_VENV) .venv-torch-* build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CUDA_VENV) .venv-torch-* build .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.*

@@ -74,11 +74,12 @@ def test_pictures_are_those_of_their_data(picture: Any) -> None:
 def test_the_picture_of_readme_is_that_of_its_example(scheme: Any) -> None:
     """A screenshot is not drawn again for every change of a plan: it may be some per cent beside the text."""
     path, readme = make_screenshot.PICTURES[scheme], (ROOT / "README.md").read_text()
+    page = (ROOT / "docs" / "start" / "will_it_fit.md").read_text()
     assert path.name in readme
-    assert " ".join(make_screenshot.COMMAND[:5]) in readme
+    assert all(" ".join(make_screenshot.COMMAND[:5]) in text for text in (readme, page))
     numbers = make_screenshot.numbers_of(path)
-    plain = re.search(r"A plain training step peaks at ([\d.]+) GB", readme)
-    planned = re.search(r"^balanced +([\d.]+)", readme, re.MULTILINE)
+    plain = re.search(r"A plain training step peaks at ([\d.]+) GB", page)
+    planned = re.search(r"^balanced +([\d.]+)", page, re.MULTILINE)
     for name, found in (("plain peak", plain), ("planned peak", planned)):
         assert found is not None
         shown_gb = float(numbers[name].split()[0])
@@ -108,6 +109,17 @@ def test_the_page_of_all_pages_has_all() -> None:
     listed = set(re.findall(r"\]\(([^):]+)\)", (folder / "README.md").read_text()))
     pages = {str(path.relative_to(folder)) for path in (*folder.rglob("*.md"), *folder.glob("results/*.txt"))}
     assert sorted(pages - listed) == ["README.md"]
+
+
+def test_the_first_screen_is_a_sentence_a_picture_five_lines_a_table_two_commands_and_five_links() -> None:
+    text = (ROOT / "README.md").read_text()
+    screen = text[: text.index("\n## ")]
+    code, commands = re.findall(r"^```(?:python|sh)\n(.*?)^```$", screen, re.MULTILINE | re.DOTALL)
+    order = [screen.index(part) for part in ("<picture>", code, make_table.START, commands, "](docs/")]
+    assert order == sorted(order)
+    assert len(code.splitlines()) == 5
+    assert len(commands.splitlines()) == 2
+    assert len(re.findall(r"\]\(", screen)) == len(re.findall(r"\]\(", text)) == 5
 
 
 def test_every_field_of_the_config_is_documented() -> None:
@@ -142,9 +154,7 @@ def test_every_option_model_and_card_is_documented() -> None:
 def test_the_table_of_models_is_what_the_benchmark_found() -> None:
     measured, predicted = (make_table.table.read_results(path) for path in (make_table.MEASURED, make_table.PREDICTED))
     text = (ROOT / "README.md").read_text()
-    assert make_table.readme_table(measured, predicted, make_table.read_times()) in text, (
-        "run `python -m tools.make_table`"
-    )
+    assert make_table.readme_table(predicted, make_table.read_times()) in text, "run `python -m tools.make_table`"
     assert make_table.measured_table(measured, predicted) in make_table.PAGE.read_text(), (
         "run `python -m tools.make_table`"
     )

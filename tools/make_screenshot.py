@@ -3,7 +3,7 @@
     python -m tools.make_screenshot      needs Chromium (Debian: apt-get install chromium) and pip install ".[pages]"
 
 It runs the command that README shows beside it. Each file says in a text of its own which bytes it shows, so that
-`tests/test_docs.py` finds a picture that is not that of README's example any more.
+`tests/test_docs.py` finds a picture that is not that of the example any more.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from memscale.cli import main as memscale
 
 ROOT = pathlib.Path(__file__).parent.parent
 COMMAND = ("gpt2-medium", "--batch", "4", "--seq", "512", "--gpu", "RTX 3070")
-"""README shows it, and what `estimate` says of the same."""
+"""README shows it; docs/start/will_it_fit.md shows what `estimate` says of the same."""
 IMAGES = ROOT / "docs" / "images"
 Scheme = Literal["light", "dark"]
 PICTURES: Mapping[Scheme, pathlib.Path] = {"light": IMAGES / "report-light.png", "dark": IMAGES / "report-dark.png"}

@@ -31,23 +31,20 @@ START, END = "<!-- written by tools/make_table.py -->", "<!-- end of the table -
 SHOWN = ("plain", "balanced", "aggressive exact", "aggressive")
 TIMES = RESULTS / "step_times.json"
 HEADER = (
-    "| trained on an RTX 3090, fp32, AdamW | plain: published GB | plain: ours, predicted "
-    "| optimised: published GB | ours within that: reserved GB | its step, predicted | least any exact plan takes "
-    "| lowest exact peak, measured |"
+    "| RTX 3090, fp32, AdamW | plain: published GB | plain: predicted GB "
+    "| optimised: published GB | MemScale: predicted GB | its step: predicted |"
 )
 
 
-def readme_table(measured: list[Result], predicted: list[Result], times: Sequence[dict[str, Any]]) -> str:
-    lines = [HEADER, "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"]
+def readme_table(predicted: list[Result], times: Sequence[dict[str, Any]]) -> str:
+    lines = [HEADER, "| --- | ---: | ---: | ---: | ---: | ---: |"]
     known = {entry["name"]: entry for entry in times}
     for subject in table.SUBJECTS:
-        real, fake = table.by_variant(measured, subject), table.by_variant(predicted, subject)
         cells = [
             table.published_plain(subject),
-            _gb(fake.get("plain")),
+            _gb(table.by_variant(predicted, subject).get("plain")),
             f"{subject.published_optimised_gb:.2f}",
             *_time_cells(known.get(subject.name)),
-            _lowest(real.get("balanced")),
         ]
         lines.append(f"| {_title(subject)} | {' | '.join(cells)} |")
     return "\n".join([START, *lines, END])
@@ -85,19 +82,14 @@ def _gb(result: Result | None) -> str:
     return "" if result is None else f"{result.predicted_bytes / 1e9:.2f}"
 
 
-def _lowest(result: Result | None) -> str:
-    return "" if result is None or not result.measured_bytes else f"**{result.measured_bytes / 1e9:.3f}**"
-
-
-def _time_cells(entry: dict[str, Any] | None) -> tuple[str, str, str]:
-    """Reserved bytes, the step, and the least that any exact plan could take, as a multiple of the plain step."""
+def _time_cells(entry: dict[str, Any] | None) -> tuple[str, str]:
+    """Reserved bytes, and the step as a multiple of the plain one."""
     if entry is None:
-        return ("not planned yet", "", "")
+        return ("not planned yet", "")
     reserved = f"{entry['reserved_bytes'] / 1e9:.2f}"
     if not entry["fits"]:
-        return (f"does not fit: {reserved}", "", "")
-    least = "" if entry["least_slowdown"] is None else f"{entry['least_slowdown']:.2f}x"
-    return (reserved, f"{entry['step_ms']:.0f} ms, {entry['slowdown']:.2f}x", least)
+        return (f"does not fit: {reserved}", "")
+    return (reserved, f"{entry['step_ms']:.0f} ms, {entry['slowdown']:.2f}x")
 
 
 # ---- predicting times
@@ -162,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.times is not None:
         predict_times(options.times or names)
     measured, predicted = table.read_results(MEASURED), table.read_results(PREDICTED)
-    _put(README, readme_table(measured, predicted, read_times()))
+    _put(README, readme_table(predicted, read_times()))
     _put(PAGE, measured_table(measured, predicted))
     for path, suffix in ((MEASURED, ""), (PREDICTED, " --fake")):
         path.with_suffix(".txt").write_text(as_text(path, f"python -m benchmarks{suffix}"))

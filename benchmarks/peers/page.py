@@ -17,8 +17,9 @@ TITLES = {
 }
 NOTES = {
     "cpu": "The next tier below a CPU is its disk. Processor time of one thread on a machine that did other things as "
-    "well. MemScale's step and the peer's were timed side by side in one process, the fastest of eight turns of each; "
-    "the column of the peer alone is of another process, and a difference of a few percent to it says nothing.",
+    "well, with a heap that keeps what is freed. MemScale's step and those of two copies of the peer were timed side "
+    "by side in one process, the fastest of eight turns of each; how far the copies differ is what this clock cannot "
+    "tell. The column of the peer alone is of another process, and a difference of a few percent to it says nothing.",
     "simgpu": "The virtual clock is a model of an RTX 3090: every launch, copy, stream and wait of the real run is "
     "timed by it, and nothing is measured on a card. Bytes are facts. Work of the host takes no time on this clock, so "
     "a plan that lets the host step streamed parameters looks faster here than on a card.",
@@ -107,8 +108,12 @@ def verdict_of_time(peer: Row, ours: Row | None) -> str:
 
 
 def _step_ms_beside(peer: Row, ours: Row) -> float:
-    """The peer's step; on a CPU as it was timed beside ours, where it was."""
-    return float(ours["peer_step_ms"] if "peer_step_ms" in ours else peer["step_ms"])
+    """The peer's step; on a CPU as it was timed beside ours, where it was: the slower of its two copies."""
+    return float(max(_beside(ours)) if "peer_step_ms" in ours else peer["step_ms"])
+
+
+def _beside(ours: Row) -> list[float]:
+    return [ours[name] for name in ("peer_step_ms", "peer_again_ms") if name in ours]
 
 
 def _held(row: Row) -> int:
@@ -215,7 +220,8 @@ def _ours(row: Row | None, device: str) -> str:
         figures += f", {_mb(row['reserved_bytes'])} reserved"
     else:
         figures += f", {row['step_ms']:.2f} ms"
-        figures += f" (the peer beside it {row['peer_step_ms']:.2f})" if "peer_step_ms" in row else ""
+        beside = " and ".join(f"{step_ms:.2f}" for step_ms in _beside(row))
+        figures += f" (the peer beside it {beside})" if beside else ""
     return f"{figures}: {row['what']}"
 
 

@@ -134,16 +134,17 @@ def _run_on_cpu(training: Training, num_steps: int) -> Figures:
     return Figures(measured.peak_bytes, None, fastest_ms, tuple(losses), _hash_of(training.model))
 
 
-def side_by_side_ms(one: Training, other: Training, num_rounds: int = NUM_ROUNDS) -> tuple[float, float]:
+def side_by_side_ms(*trainings: Training, num_rounds: int = NUM_ROUNDS) -> list[float]:
     """Processor time of a step of each, the fastest of some rounds. In each round one follows the other, so that a
-    machine that is busy is so for both."""
-    fastest = [float("inf"), float("inf")]
+    machine that is busy is so for all."""
+    fastest = [float("inf")] * len(trainings)
     for number in range(num_rounds):
-        for place in (0, 1) if number % 2 == 0 else (1, 0):
+        turns = list(enumerate(trainings))
+        for place, training in turns if number % 2 == 0 else reversed(turns):
             start = time.process_time()
-            (one, other)[place].step()
+            training.step()
             fastest[place] = min(fastest[place], (time.process_time() - start) * 1e3)
-    return fastest[0], fastest[1]
+    return fastest
 
 
 def _run_on_card(training: Training, device: str, num_steps: int) -> Figures:

@@ -50,6 +50,7 @@ def test_steps_samples_and_recomputes() -> None:
     assert (seen.num_steps, seen.num_samples, seen.num_recomputes) == (3, 8 + 8 + 5, 12)
     assert seen.recompute_s > 0
     assert seen.samples_per_second is not None
+    assert seen.step_s > 0
     assert seen.plan is executor.plan
     executor.detach()
 

@@ -90,7 +90,13 @@ def test_on_a_cpu_what_was_timed_beside_ours_counts() -> None:
     assert page.verdict_of_peak(_row(step_ms=10.0), _row(step_ms=10.0, peer_step_ms=9.0)) == "**slower**"
 
 
-def test_two_trainings_take_turns() -> None:
+def test_what_two_copies_of_a_peer_differ_by_is_no_verdict() -> None:
+    beside = {"peer_step_ms": 10.0, "peer_again_ms": 11.0}
+    assert page.verdict_of_peak(_row(step_ms=10.0), _row(step_ms=11.0, **beside)) == "no slower"
+    assert page.verdict_of_peak(_row(step_ms=10.0), _row(step_ms=11.1, **beside)) == "**slower**"
+
+
+def test_trainings_take_turns() -> None:
     turns: list[str] = []
 
     class Noted(Training):
@@ -98,8 +104,8 @@ def test_two_trainings_take_turns() -> None:
             turns.append(self.model)
             return 0.0
 
-    side_by_side_ms(Noted("ours", None, {}), Noted("theirs", None, {}), num_rounds=2)
-    assert turns == ["ours", "theirs", "theirs", "ours"]
+    side_by_side_ms(*(Noted(name, None, {}) for name in ("ours", "theirs", "again")), num_rounds=2)
+    assert turns == ["ours", "theirs", "again", "again", "theirs", "ours"]
 
 
 def test_bytes_that_are_reserved_count_where_there_are_any() -> None:

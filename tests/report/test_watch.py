@@ -22,7 +22,7 @@ from tests.parity import plan_of
 GB = 10**9
 
 
-def telemetry(num_steps: int, moved_bytes: int) -> Telemetry:
+def telemetry(num_steps: int, moved_bytes: int, step_s: float = 0.0) -> Telemetry:
     return Telemetry(
         "Chain",
         plan_of([], budget_bytes=8 * GB, predicted_allocated_bytes=5 * GB, predicted_reserved_bytes=6 * GB),
@@ -34,6 +34,7 @@ def telemetry(num_steps: int, moved_bytes: int) -> Telemetry:
         peak_bytes={"allocated": 5 * GB, "reserved": 6 * GB},
         moved_bytes={("activations", "out"): moved_bytes, ("parameters", "out"): moved_bytes},
         num_steps=num_steps,
+        step_s=step_s,
         samples_per_second=17.0,
     )
 
@@ -67,6 +68,16 @@ def test_a_frame_says_what_is_and_what_happened(served: tuple[str, list[Telemetr
     assert reserved in watch.peak_rows(frame)
     assert all(cell in text for cell in reserved)
     assert ["host", "-", "-", "4.000 GB", "-", "-", "4.000 GB"] in [list(row) for row in watch.held_rows(frame)]
+
+
+def test_a_step_takes_its_own_time_and_not_that_between_readings(served: tuple[str, list[Telemetry]]) -> None:
+    url, shown = served
+    earlier = watch.read(url)
+    shown.append(telemetry(11, 4 * GB, step_s=1.7))
+    later = watch.read(url)
+    frame = watch.Frame(watch.Reading(1.0, earlier.values), watch.Reading(2.0, later.values))
+    assert frame.step_ms == pytest.approx(1700)
+    assert watch.link_rows(frame) == [("to the next tier", "8.000 GB", "1.176 GB/s", "2.000 GB")]
 
 
 def test_before_the_first_step_there_is_no_time(served: tuple[str, list[Telemetry]]) -> None:

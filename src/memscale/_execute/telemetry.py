@@ -61,6 +61,8 @@ class Telemetry:
     num_skipped_steps: int = 0
     loss_scale: float | None = None
     num_steps: int = 0
+    step_s: float = 0.0
+    """Time in these steps and between them."""
     num_samples: int = 0
     samples_per_second: float | None = None
     """The rate of the latest step."""
@@ -166,6 +168,7 @@ class StepRecorder(OwnHook, StepWatcher):
             num_skipped_steps=self._totals.of("skipped", stats.num_skipped_steps),
             loss_scale=stats.loss_scale,
             num_steps=meter.num_steps,
+            step_s=meter.seconds,
             num_samples=meter.num_samples,
             samples_per_second=(meter.num_samples - before.num_samples) / seconds if seconds else None,
         )

@@ -157,6 +157,12 @@ METRICS = (
         _one(lambda seen: seen.loss_scale),
     ),
     Metric("memscale_steps", "counter", "Optimizer steps.", _one(lambda seen: seen.num_steps)),
+    Metric(
+        "memscale_step_seconds",
+        "counter",
+        "Time in these steps and between them, up to the end of the latest.",
+        _one(lambda seen: seen.step_s),
+    ),
     Metric("memscale_samples", "counter", "Samples trained on.", _one(lambda seen: seen.num_samples)),
     Metric(
         "memscale_samples_per_second",

@@ -120,11 +120,11 @@ class _Lengthener:
             if owned is not None and owned[0][1] == share[1]:
                 (phase, _, position), number = owned
                 return phase, self._distance(share, position), number
-        if self._is_own_moment(share, event):
+        if self._is_own_moment(event, share):
             return event.point.phase
         return event
 
-    def _is_own_moment(self, share: _Share, event: Event) -> TypeGuard[Reached]:
+    def _is_own_moment(self, event: Event, share: _Share) -> TypeGuard[Reached]:
         """Whether the step comes to the block itself."""
         return isinstance(event, Reached) and event.point.module_fqn == self._name(share, share[2])
 
@@ -175,7 +175,7 @@ class _Lengthener:
                 placed.append(Allocated(serial, event.num_bytes, event.place) if at != position else event)
             elif isinstance(event, Freed):
                 placed.append(self._freeing(self._serial_for(share, at, event.serial)))
-            elif self._is_own_moment(share, event):
+            elif self._is_own_moment(event, share):
                 placed.append(Reached(ReleasePoint(event.point.phase, self._name(share, at)), event.is_block))
             else:
                 placed.append(event)
