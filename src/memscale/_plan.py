@@ -244,6 +244,9 @@ class Conditions:
     blocking: Reason | None = None
     """Why transfers block although they could overlap with compute; None where they do, where the user asked for it and
     where the device has no streams."""
+    nearer: Reason | None = None
+    """Why weights are fetched fewer layers ahead than they are by default; None where they are not, and where the user
+    asked for it."""
 
     @property
     def transfers(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from memscale._decide.bound import least_blocking_ms
-from memscale._decide.budget import Budget, Held
+from memscale._decide.budget import Budget, Held, needed_bytes
 from memscale._decide.choice import OPTIONS, Choice, Outcome, RunOptions, choice_of
 from memscale._decide.cost_model import CostModel
 from memscale._decide.early_state import early_candidates, late_candidates
@@ -42,6 +42,7 @@ from memscale._decide.pareto import (
 )
 from memscale._decide.search import Candidate, search
 from memscale._decide.spaced import spaced_choices
+from memscale._decide.travel import one_layer_bytes
 from memscale._decide.write_plan import Decision, asked_for, may_step_on_host, write_plan
 from memscale._plan import Action, DecisionSource, Plan, Reason
 from memscale._profile import OFFLOAD, Profile, Treatment
@@ -313,6 +314,25 @@ def may_be_faster_blocking(
         return bool(is_other) and eligible.budget.admits(least) and slowdown(candidate, baseline) < limit
 
     return any(map(could, find_candidates(blocking, baseline, eligible)))
+
+
+def may_be_faster_one_ahead(model: CostModel, eligible: Eligible, plan: Plan, limit: float) -> bool:
+    """Whether a choice could be below this slowdown, as exact as the plan, if one layer less were fetched ahead.
+
+    What the allocator holds above what is live is taken to be the same as in the plan.
+    """
+    baseline, is_exact = model.evaluate(Choice()), choice_of(plan.actions, model.profile).run.is_exact
+    reserve_bytes = needed_bytes(plan) - plan.predicted_peak_bytes
+
+    def could(candidate: Candidate) -> bool:
+        choice, outcome = candidate.choice, candidate.outcome
+        if slowdown(candidate, baseline) >= limit or choice.run.is_exact < is_exact:
+            return False
+        spare_bytes = one_layer_bytes(model, choice)
+        least = dataclasses.replace(outcome, peak_bytes=outcome.peak_bytes + reserve_bytes - spare_bytes)
+        return bool(spare_bytes) and eligible.budget.admits(least)
+
+    return any(map(could, find_candidates(model, baseline, eligible)))
 
 
 def has_faster(model: CostModel, eligible: Eligible, limit: float, *, is_exact: bool, reserve_bytes: int = 0) -> bool:

@@ -22,12 +22,12 @@ from __future__ import annotations
 import dataclasses
 
 from memscale._config import OptimizationMode
-from memscale._decide import decide_on, has_faster, may_be_faster_blocking, needs_optimizing
+from memscale._decide import decide_on, has_faster, may_be_faster_blocking, may_be_faster_one_ahead, needs_optimizing
 from memscale._decide.budget import needed_bytes
 from memscale._decide.choice import choice_of
 from memscale._decide.other_buckets import sizes_worth_trying
 from memscale._decide.policy import Strategy
-from memscale._decide.travel import Travel, most_in_flight_bytes, wider
+from memscale._decide.travel import Travel, most_in_flight_bytes, one_ahead, wider
 from memscale._hardware import Hardware
 from memscale._plan import Plan, Reason
 from memscale._planning.job import Job
@@ -39,6 +39,8 @@ from memscale.techniques import technique_of
 
 _WORTH_WIDENING = 0.01
 """The share of a step that wider windows must promise to save, before plans with them are rehearsed."""
+_WORTH_COMING_NEARER = 0.02
+"""The same of weights that are fetched one layer ahead, not two."""
 MORE_BELOW = "the mode allows more, which this budget did not need and which was not looked into"
 
 
@@ -146,7 +148,13 @@ class _Way:
     def refined(self, plan: Plan) -> Plan:
         """A faster plan than the last of this way, or that one; why its transfers block is the same."""
         found = self.planner.refined(plan, self._strategy) if plan.fits else plan
-        return _as_it_blocks(found, plan)
+        return _as_it_travels(found, plan)
+
+    def plan_nearer(self, farther: Plan, like: _Way) -> Plan:
+        """The plan of this way, which fetches fewer layers ahead than the `farther` one."""
+        if farther.fits:
+            return _because_nearer(self.faster(farther, like), "with more of them this budget takes longer", farther)
+        return _because_nearer(self.plan(), "with more of them nothing fits the budget", farther)
 
     def faster(self, plan: Plan, like: _Way) -> Plan:
         """A faster plan than this, or this, by what was taught of another way that is like this one."""
@@ -161,7 +169,7 @@ class _Way:
             way.look_into(level)
             found = way.planner.in_these_buckets(best, way.eligible)
             if found is not None:
-                best = min(best, _as_it_blocks(found, plan), key=_rank)
+                best = min(best, _as_it_travels(found, plan), key=_rank)
         return best
 
     def wider(self, plan: Plan) -> _Way | None:
@@ -181,14 +189,27 @@ class _Way:
         )
         return way if promises else None
 
+    def one_ahead(self, plan: Plan) -> _Way | None:
+        """The same with weights fetched one layer ahead, where that could let a plan fit that does not, or promises a
+        faster one than this. See NOTE [how far ahead] in travel.py."""
+        model = self.planner.cost_model()
+        travel = one_ahead(self.travel, self._asked) if plan.actions else None
+        if travel is None or not any(treatment.streams for treatment in model.treatments):
+            return None
+        if plan.fits:
+            limit = plan.predicted_slowdown * (1 - _WORTH_COMING_NEARER)
+            promises = may_be_faster_one_ahead(model, self.eligible, plan, limit)
+        else:
+            spare_bytes = most_in_flight_bytes(model, self.travel) - most_in_flight_bytes(model, travel)
+            promises = _least_needed_bytes(plan) - spare_bytes <= plan.budget_bytes
+        return _Way(self._first, travel, self._strategy) if promises else None
+
     def may_beat(self, plan: Plan, first: _Way) -> bool:
         """Whether a better plan than this could be found if transfers block, by what is known from the first way."""
         model = first.planner.cost_model()
         spare_bytes = most_in_flight_bytes(model, first.travel)
         if not plan.fits:
-            live_bytes = plan.predicted_peak_bytes
-            least_bytes = live_bytes if live_bytes > plan.budget_bytes else needed_bytes(plan)
-            return least_bytes - spare_bytes <= plan.budget_bytes
+            return _least_needed_bytes(plan) - spare_bytes <= plan.budget_bytes
         return may_be_faster_blocking(
             model,
             self.eligible,
@@ -199,21 +220,34 @@ class _Way:
         )
 
 
+def _least_needed_bytes(plan: Plan) -> int:
+    """What must go down for a plan to fit that does not: live bytes where these are too many by themselves."""
+    live_bytes = plan.predicted_peak_bytes
+    return live_bytes if live_bytes > plan.budget_bytes else needed_bytes(plan)
+
+
 def _cheapest(ways: list[_Way], level: int, *, looks_everywhere: bool = False) -> Plan:
     """The cheapest plan with techniques up to this level. `looks_everywhere`: before it is said that nothing fits."""
     first, *others = ways
     first.look_into(level)
     best, fastest = first.plan(), first
+    near = first.one_ahead(best)
+    if near is not None:
+        near.look_into(level)
+        best, fastest = min((best, fastest), (near.plan_nearer(best, like=first), near), key=_rank_of_first)
     for way in others:
         if way.may_beat(best, first) or (looks_everywhere and not best.fits):
             way.look_into(level)
             rule = "with overlap this budget takes longer" if best.fits else "with overlap nothing fits the budget"
             found = _because(way.plan(), rule, best)
             best, fastest = min((best, fastest), (found, way), key=_rank_of_first)
-    wide = first.wider(best)
+    base = fastest if fastest.travel.overlaps else first
+    wide = base.wider(best)
     if wide is not None:
         wide.look_into(level)
-        best, fastest = min((best, fastest), (wide.faster(best, like=first), wide), key=_rank_of_first)
+        found = wide.faster(best, like=base)
+        found = _as_it_travels(found, best) if base is fastest else found
+        best, fastest = min((best, fastest), (found, wide), key=_rank_of_first)
     # Only the fastest of all, and last: so whatever is tried beside it, no plan is slower than without it.
     return fastest.in_other_buckets(fastest.refined(best), level)
 
@@ -260,11 +294,20 @@ def _overlaps(plan: Plan) -> bool:
     return plan.conditions is not None and plan.conditions.async_offload
 
 
-def _as_it_blocks(plan: Plan, like: Plan) -> Plan:
-    """The plan, with why the other's transfers block, if they do."""
+def _as_it_travels(plan: Plan, like: Plan) -> Plan:
+    """The plan, with why the other's transfers block, or bring weights nearer to their use, if they do."""
     if plan.conditions is None or like.conditions is None:
         return plan
-    return dataclasses.replace(plan, conditions=dataclasses.replace(plan.conditions, blocking=like.conditions.blocking))
+    found, why = plan.conditions, like.conditions
+    return dataclasses.replace(plan, conditions=dataclasses.replace(found, blocking=why.blocking, nearer=why.nearer))
+
+
+def _because_nearer(plan: Plan, rule: str, farther: Plan) -> Plan:
+    """The plan, with why it fetches fewer layers ahead, if it is not the farther one itself."""
+    if plan is farther or plan.conditions is None:
+        return plan
+    numbers = {"farther_bytes": needed_bytes(farther), "farther_slowdown": farther.predicted_slowdown}
+    return dataclasses.replace(plan, conditions=dataclasses.replace(plan.conditions, nearer=Reason(rule, {**numbers})))
 
 
 def _because(plan: Plan, rule: str, overlapped: Plan) -> Plan:

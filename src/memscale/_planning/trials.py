@@ -46,7 +46,7 @@ from memscale._profile.shallow import (
     ShallowRehearsal,
 )
 from memscale.report.explain import words_of_actions
-from memscale.techniques import TREATMENTS, technique_of
+from memscale.techniques import TREATMENTS, planned_step, technique_of
 from memscale.techniques.offload.parameters import streaming
 
 logger = logging.getLogger("memscale")
@@ -106,8 +106,10 @@ class Trials:
 
     def key_of(self, actions: tuple[Action, ...]) -> Hashable:
         """What is done, without the reasons for it; and how tensors travel, where any does: in which buckets, say the
-        actions."""
+        actions, and how far ahead matters to weights alone."""
         travel = self.travel.in_buckets_of(0) if any(technique_of(action).travels for action in actions) else None
+        if travel is not None and not planned_step(actions).streams:
+            travel = travel.fetching_ahead(1)
         return travel, *map(_without_reason, actions)
 
     def blocks_hold_the_peak(self, eligible: Eligible) -> bool:

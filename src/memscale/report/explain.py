@@ -167,7 +167,8 @@ def _transfer_lines(plan: Plan) -> list[str]:
     if found.async_offload:
         window, ahead = show_bytes(found.window_bytes), found.prefetch_depth
         layers = f"{ahead} layer{'s' if ahead > 1 else ''}"
-        return [f"  transfers: beside compute, with {window} on their way out at most and {layers} fetched ahead"]
+        why = "" if found.nearer is None else f", since {reason_text(found.nearer)}"
+        return [f"  transfers: beside compute, with {window} on their way out at most and {layers} fetched ahead{why}"]
     why = "" if found.blocking is None else f", since {reason_text(found.blocking)}"
     return [f"  transfers: without overlap, compute waits for them{why}"]
 
