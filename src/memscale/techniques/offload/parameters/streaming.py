@@ -344,6 +344,7 @@ class _Loan:
         self._slot = slot
         self._weight = weakref.ref(weight)
         self._parameter = parameter
+        private.show_version(weight, parameter)  # a layer may remember something by it
         self._version = None if weight.is_inference() else weight._version
         self._storage_key = private.storage_key(weight.untyped_storage())
         self._lent = lend_attributes(parameter, weight)
