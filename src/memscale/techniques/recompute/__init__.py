@@ -76,7 +76,6 @@ class RecomputedForward(ForwardOverride):
         training flags."""
         self.changes_saved: dict[Flags, bool] = {}
         """Whether it changes what it has saved for backward: learned likewise."""
-        self.may_write_silently = may_write_silently(module)
         self.casts = Casts()
         self.state = ModuleState(module)
         self._warned = False
@@ -136,7 +135,7 @@ class RecomputedForward(ForwardOverride):
 
     def silent_writes(self, leaves: tuple[Any, ...], memory: Memory) -> SilentWrites | None:
         """Who looks for writes past autograd in the forward that begins; None: its code makes none."""
-        if not self.may_write_silently or not is_watched_here():
+        if not is_watched_here() or not may_write_silently(self.module):
             return None
         return SilentWrites(self.module, self.module_fqn, leaves, memory.storages())
 
