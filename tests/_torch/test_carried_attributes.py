@@ -66,6 +66,10 @@ def average_silently(weight: Any, x: torch.Tensor) -> torch.Tensor:
     return x @ weight.average
 
 
+def number(weight: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * (1 + weight._version / 8)
+
+
 USES: tuple[Use, ...] = (count, once, take_off, cache, average, average_silently)
 
 
@@ -88,9 +92,13 @@ def chain(use: Use) -> nn.Sequential:
     return nn.Sequential(nn.Linear(SIZE, SIZE), Block(use), Block(use)).to(DEVICE)
 
 
-def trained(model: nn.Module) -> list[torch.Tensor]:
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
+def trained(model: nn.Module, make: Callable[[Any], torch.optim.Optimizer] = sgd) -> list[torch.Tensor]:
     """Gradients of each step; the second has two forwards."""
-    optimizer, draws, found = torch.optim.SGD(model.parameters(), lr=0.05), torch.Generator().manual_seed(1), []
+    optimizer, draws, found = make(model.parameters()), torch.Generator().manual_seed(1), []
     for number in range(3):
         optimizer.zero_grad()
         for _ in range(1 + number % 2):
@@ -119,6 +127,28 @@ def test_gradients_and_what_is_carried_are_those_of_plain_training(use: Use, pla
         executor.detach()
     assert all(map(torch.equal, ours, theirs))
     assert carried(model) == carried(plain)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": sgd,
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, fused=True),
+}
+
+
+@pytest.mark.parametrize("bucket_bytes", [600, 100])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_versions_are_those_of_plain_training(name: str, bucket_bytes: int) -> None:
+    """Foreach steps raise them by one an operator, fused ones do not; a weight of 256 bytes comes in stretches."""
+    plain, model = chain(number), chain(number)
+    executor = Executor(model, settings=ExecutionSettings(DEVICE, asynchronous=False))
+    executor.attach([StreamParameters("1"), StreamParameters("2"), StepOnDevice(bucket_bytes)])
+    try:
+        ours, theirs = trained(model, OPTIMIZERS[name]), trained(plain, OPTIMIZERS[name])
+        assert all(map(torch.equal, ours, theirs))
+        assert [p._version for p in model.parameters()] == [p._version for p in plain.parameters()]
+    finally:
+        executor.detach()
 
 
 def test_what_others_put_on_the_parameter_meanwhile_stays() -> None:

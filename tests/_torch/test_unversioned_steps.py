@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import pytest
 import torch
@@ -38,6 +39,24 @@ def test_it_tells_fused_steps_from_those_that_autograd_knows_of() -> None:
     undo()
     stepped(model, fused=True)
     assert steps.count == 1
+
+
+def test_a_step_that_fails_keeps_no_parameter() -> None:
+    model, steps = nn.Linear(2, 2), UnversionedSteps()
+    undo = steps.watch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def fails() -> torch.Tensor:
+        raise KeyError("of the loss")
+
+    with pytest.raises(KeyError, match="of the loss"):
+        optimizer.step(fails)
+    reference = weakref.ref(model.weight)
+    optimizer.param_groups.clear()
+    del model
+    gc.collect()
+    assert reference() is None
+    undo()
 
 
 def clamp(parameter: nn.Parameter) -> None:

@@ -259,6 +259,36 @@ def test_failing_operators_leave_nothing_behind():
     assert A.memory_allocated() == before
 
 
+UNRAISED = ("_foreach_zero_", "_foreach_lerp_")
+"""Operators over lists after which autograd takes tensors for unchanged, in PyTorch's CUDA build, too."""
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("_foreach_add_", (1.0,)),
+        ("_foreach_mul_", ([2.0, 3.0],)),
+        ("_foreach_sqrt_", ()),
+        ("_foreach_copy_", ("list",)),
+        ("_foreach_addcdiv_", ("list", "list", 1.0)),
+        ("_foreach_lerp_", ("list", 0.5)),
+        ("_foreach_zero_", ()),
+    ],
+)
+def test_operators_over_lists_raise_versions_as_on_a_card(name, arguments):
+    tensors = [torch.ones(3, device="simgpu"), torch.ones(2, device="simgpu")]
+    others = [torch.full_like(tensor, 2.0) for tensor in tensors]
+    getattr(torch, name)(tensors, *(others if each == "list" else each for each in arguments))
+    assert [tensor._version for tensor in tensors] == [0 if name in UNRAISED else 1] * 2
+
+
+def test_operators_over_lists_change_inference_tensors():
+    with torch.inference_mode():
+        tensors = [torch.ones(3, device="simgpu")]
+        torch._foreach_add_(tensors, 1.0)
+        assert tensors[0].tolist() == [2.0] * 3
+
+
 def test_tensor_lists_and_foreach_with_mixed_shapes():
     xs = [torch.ones(n, device="simgpu") for n in (0, 1, 700)]
     ys = torch._foreach_add(xs, xs)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, event, given, settings
+from hypothesis import HealthCheck, assume, event, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -28,7 +28,7 @@ from memscale._plan import Action, Checkpoint, OffloadActivations, OffloadOptimi
 from memscale._profile.layers import find_blocks
 from memscale.techniques.offload.optimizer.on_device import StepOnDevice
 from memscale.techniques.offload.parameters.streaming import rest_of
-from tests.training.random_models import DESCRIPTIONS, Description, build
+from tests.training.random_models import DESCRIPTIONS, Description, Layer, build
 
 EXAMPLES = int(os.environ.get("MEMSCALE_FUZZ_EXAMPLES", "30"))
 STEPS = 3
@@ -48,6 +48,18 @@ OPTIMIZERS: dict[str, Any] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
     "fused AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
     "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3),
+}
+DROPPED_AND_SHARED = Description(
+    (Layer("twice", (Layer("drops layers"),)), Layer("custom")), form="tensor", link="shared block"
+)
+STREAMED_AND_EVALUATED = {
+    "treatments": ["stream"] * 3,
+    "streams the rest": False,
+    "state": "none",
+    "asynchronous": False,
+    "device": "simgpu",
+    "optimizer": "SGD",
+    "evaluates": True,
 }
 
 
@@ -143,6 +155,7 @@ def check(description: Description, plan: dict[str, Any]) -> str:
 @pytest.mark.filterwarnings("ignore")
 @settings(max_examples=EXAMPLES, suppress_health_check=list(HealthCheck))
 @given(DESCRIPTIONS, plans())
+@example(DROPPED_AND_SHARED, STREAMED_AND_EVALUATED)
 def test_it_trains_the_same_or_is_refused(description: Description, plan: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -10,7 +10,8 @@ Trainer, `gpt2-lora`: adapters on frozen weights); the highest figures of all th
 published ones. "live" is memscale's prediction of live storages; then follow what it predicts that PyTorch allocates
 and reserves, what PyTorch did allocate and reserve, and how far off that is.
 A mode is `plain`, or one of memscale.Config with how tensors travel: `balanced-sync`, `balanced-async`. Where nothing
-that the mode allows fits the card, the row is memscale's sentence about that.
+that the mode allows fits the card, the row is memscale's sentence about that. Plans may use as much of the host
+everywhere (`HOST_GB`): what a machine has free at the moment would decide what GPT-2 XL keeps on the card.
 """
 
 import argparse
@@ -28,6 +29,8 @@ from typing import Any, Literal
 GIB = 2**30
 _MARK = "emucuda.peaks: "
 NUM_STEPS = 3
+HOST_GB = 16.0
+"""How much host memory a plan may use."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -167,14 +170,24 @@ def _model(row: Row) -> Any:
     match row.family:
         case "gpt2" | "lora":
             config = models.GPT2Config(n_embd=row.width, n_layer=row.layers, n_head=row.heads)
-            model = models.GPT2LMHeadModel(config)
+            model = _without_values(models.GPT2LMHeadModel, config)
             return _with_adapters(model) if row.family == "lora" else model
         case "bert":
-            return models.BertForMaskedLM(models.BertConfig(**sizes))
+            return _without_values(models.BertForMaskedLM, models.BertConfig(**sizes))
         case "vit":
-            return models.ViTForImageClassification(models.ViTConfig(**sizes, num_labels=1000))
+            return _without_values(models.ViTForImageClassification, models.ViTConfig(**sizes, num_labels=1000))
         case _:
-            return models.ResNetForImageClassification(models.ResNetConfig(num_labels=1000))
+            return _without_values(models.ResNetForImageClassification, models.ResNetConfig(num_labels=1000))
+
+
+def _without_values(kind: Any, config: Any) -> Any:
+    """A model of this kind whose weights have memory alone: nobody looks at their values, and drawing takes minutes."""
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():  # and does not tie them
+        model = kind(config)
+    model.tie_weights()
+    return model
 
 
 def _with_adapters(model: Any) -> Any:
@@ -210,11 +223,13 @@ def _wrapped(model: Any, inputs: Any, mode: str) -> dict[str, Any]:
         mode=memscale.OptimizationMode(kind),
         async_offload=travels == "async",
         async_config=memscale.AsyncOffloadConfig(),  # the same windows in every run, not the smallest that there are
+        max_cpu_offload_gb=HOST_GB,
         force_optimize=True,
         enable_logging=False,
     )
     memscale.wrap(model, config, sample_input=inputs)
-    return _predicted(model._memscale_executor.plan) | {"what": what_is_done(model._memscale_executor.plan)}
+    plan = model._memscale_executor.plan
+    return _predicted(plan) | {"what": what_is_done(plan), "host_gb": HOST_GB}
 
 
 def _plain(model: Any, inputs: Any, optimizer: Any) -> dict[str, Any]:

@@ -139,15 +139,19 @@ def points_of(module_fqns: Iterable[str]) -> tuple[ReleasePoint, ...]:
 def watch(model: nn.Module, points: Iterable[ReleasePoint], reach: Reach, undo: contextlib.ExitStack) -> None:
     """Call `reach` at each of these moments of every training step, until undone."""
     for point in points:
-        module = find_module(model, point.module_fqn)
-        keep_copies_clean(module, undo)
-        if point.phase == "forward":
-            handle = module.register_forward_pre_hook(_BeforeForward(point, reach))
-        elif point.phase == "after":
-            handle = module.register_forward_hook(_AfterForward(point, reach))
-        else:
-            handle = module.register_forward_hook(_BeforeBackward(point, reach))
-        undo.callback(handle.remove)
+        watch_module(find_module(model, point.module_fqn), point, reach, undo)
+
+
+def watch_module(module: nn.Module, point: ReleasePoint, reach: Reach, undo: contextlib.ExitStack) -> None:
+    """The same for one moment, of this module, whatever its name is now."""
+    keep_copies_clean(module, undo)
+    if point.phase == "forward":
+        handle = module.register_forward_pre_hook(_BeforeForward(point, reach))
+    elif point.phase == "after":
+        handle = module.register_forward_hook(_AfterForward(point, reach))
+    else:
+        handle = module.register_forward_hook(_BeforeBackward(point, reach))
+    undo.callback(handle.remove)
 
 
 class _BeforeForward(OwnHook):

@@ -66,6 +66,7 @@ from memscale._planning.taught import Taught
 from memscale._planning.trials import Trials
 from memscale._profile import KEEP, StateShare, StepTrace, TraceKey
 from memscale._profile.inputs import Inputs
+from memscale._profile.layers import compiled_parts
 from memscale._profile.shallow import (
     KEPT,
     Cut,
@@ -428,6 +429,7 @@ class OneWay(Trials):
                 attach=self.attacher(attached, config) if actions else None,
                 rules=rules,
                 points=points_of(beside) if actions else (),
+                blocks=self.rehearsal.blocks if actions and not compiled_parts(self.model) else (),
                 learns=self._learns(actions),
                 early=planned_step(attached).early,
                 late=planned_step(attached).late,

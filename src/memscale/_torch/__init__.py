@@ -8,6 +8,7 @@ live_bytes, device_memory, step_meter                what tensors, the card and 
 fake_numbers, fake_repeats                           what fake tensors cannot say, and work that stands for more
 each_operator, plain_path, outputs                   operators, who looks at them, and the tensors of an output
 host_rng, moment, snapshots                          random states and values, kept and put back
-entries, state_beside, carried_attributes            Python state that code can reach, kept and put back
+entries, state_beside                                Python state that code can reach, kept and put back
+carried_attributes, tensor_marks                     what somebody has put on a tensor, and its other marks
 harmless, messages                                   functions whose calls change nothing, and messages shown once
 """

@@ -10,7 +10,7 @@ of the modules and from functions on them (hooks are such) through closures, def
 modules, transitively. What belongs to torch, NumPy, the standard library or us is not looked into, nor are tensors.
 
 Remembered are bindings of names, contents of builtin containers and of classes derived from them, states of random
-generators, small arrays and attributes of plain objects, slots included.
+generators, small arrays and attributes of plain objects, slots included; of tensors, all but what they hold.
 
 NOTE [what was loaded stays]: a name that is bound to a function, a class or a module by then is left so: code that was
 loaded is loaded, and whoever loaded it may remember that where we do not see it. For the same reason an `lru_cache`
@@ -67,6 +67,7 @@ from memscale._torch.entries import (
 )
 from memscale._torch.messages import says_once
 from memscale._torch.snapshots import is_generator
+from memscale._torch.tensor_marks import TensorMarks
 
 _MAX_VISITED = 20_000
 _MAX_DEPTH = 8
@@ -85,7 +86,8 @@ class Beside:
         self.others: list[Any] = []
         """What was met and not looked into, containers that are too large for that included."""
         self.tensors: list[torch.Tensor] = []
-        """Those that were met. They are no entries: what they hold is not taken."""
+        """Those that were met. They are no entries: what they hold is not taken, and what else code may change about
+        them is put back by `kept` alone (tensor_marks.py)."""
         self.is_cut = False
         """There is more, further away or in containers of very many elements."""
         self.lru_caches: list[Any] = []
@@ -122,6 +124,7 @@ class Beside:
     def kept(self) -> Iterator[None]:
         """What is changed inside is as before afterwards."""
         before = [entry.take() for entry in self.entries]
+        marks = [TensorMarks(tensor) for tensor in self.tensors if not private.is_fake(tensor)]
         misses = [cache.cache_info().misses for cache in self.lru_caches]
         try:
             yield
@@ -129,6 +132,8 @@ class Beside:
             changed = [(e, state) for e, state in zip(self.entries, before, strict=True) if not e.is_as(state)]
             for entry, state in changed:
                 entry.put(state)
+            for mark in marks:
+                mark.put_back()
             for cache, known in zip(self.lru_caches, misses, strict=True):
                 is_filled = cache.cache_info().misses != known and not says_once(cache)
                 if is_filled and (changed or _remembers_state(cache)):

@@ -162,6 +162,17 @@ def flag_of_a_tensor() -> Any:
 
 
 @program
+def gradient_of_a_tensor() -> Any:
+    """A leaf that is nobody's parameter, whose gradients are added up by each backward."""
+    total = torch.ones((), device=DEVICE, requires_grad=True)
+
+    def odd(x: torch.Tensor) -> torch.Tensor:
+        return x * total
+
+    return odd, lambda: None if total.grad is None else total.grad.item()
+
+
+@program
 def attribute_that_comes_and_goes() -> Any:
     total = torch.zeros(())
 

@@ -110,6 +110,16 @@ def test_no_odd_program_is_trained_wrongly_in_silence(name: str, fails_in: str, 
         assert name not in REPEATED, said
 
 
+@pytest.mark.parametrize(
+    "name", ["attribute_that_comes_and_goes", "flag_of_a_tensor", "version_of_a_tensor", "gradient_of_a_tensor"]
+)
+def test_a_rehearsal_leaves_tensors_beside_the_model_as_they_were(name: str, simgpu_device: Any) -> None:
+    expected, _ = trained(name, None)
+    found, said = trained(name, "forward", failing_step=NUM_STEPS)
+    assert said is None
+    assert all(map(is_same, found, expected))
+
+
 @pytest.mark.parametrize("name", odd_memos.FIRST)
 @pytest.mark.parametrize("fails_in", sorted(FAILING))
 def test_what_a_first_forward_fills_in_is_empty_again_when_it_is_repeated(

@@ -83,13 +83,6 @@ def test_what_was_predicted_there(row: dict[str, Any]) -> None:
     assert not row["versions"]["commit"].endswith("-dirty"), "measured on changes that nobody has"
 
 
-HELD_ABOVE = {
-    ("gpt2-xl", "balanced-async"): 1.056,
-}
-"""Rows in which more is held for what is allocated than the bar says, and how much. This one is of before weights and
-state were moved together; what the host has room for decides which plan is made now: one that was made held 1.061."""
-
-
 @pytest.mark.unit
 @pytest.mark.parametrize(
     "row",
@@ -97,8 +90,7 @@ state were moved together; what the host has room for decides which plan is made
     ids=lambda row: f"{row['model']} {row['mode']}",
 )
 def test_little_is_reserved_above_what_is_allocated(row: dict[str, Any]) -> None:
-    most = HELD_ABOVE.get((row["model"], row["mode"]), 1.05)
-    assert row["reserved_bytes"] <= most * row["allocated_bytes"]
+    assert row["reserved_bytes"] <= 1.05 * row["allocated_bytes"]
 
 
 @pytest.mark.unit
@@ -117,6 +109,7 @@ def test_what_is_predicted_now(row: dict[str, Any]) -> None:
         mode="balanced" if mode == "plain" else mode,
         async_offload=travels == "async",
         async_config=AsyncOffloadConfig(),  # the windows that were measured, not the smallest
+        max_cpu_offload_gb=row.get("host_gb"),
         force_optimize=True,
         enable_logging=False,
     )

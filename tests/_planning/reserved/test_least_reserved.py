@@ -175,6 +175,49 @@ def test_no_way_that_is_near_is_lower() -> None:
             assert reserved_bytes(log, other) >= (1 - 3 * WORTH) * reserved_bytes(log, use)
 
 
+def with_gaps_of_blocks(num_blocks: int = 24) -> AllocationLog:
+    """Each block's gradients take the place of what it has saved, and leave a gap that none of them fits."""
+    log = AllocationLog()
+    log.allocate(1000, 6000 * MIB)
+    log.begin_step()
+    for block in range(num_blocks):
+        log.allocate(block, 94 * MIB)
+    log.reach(BACKWARD)
+    for block in reversed(range(num_blocks)):
+        log.reach_block(ReleasePoint("backward", f"h.{block}"))
+        log.allocate(100 + block, 39 * MIB)
+        log.free(block)
+        log.allocate(200 + block, 39 * MIB)
+        log.allocate(300 + block, 30 * MIB)
+    for block in range(num_blocks):
+        for key in (100, 200, 300):
+            log.free(key + block)
+    return log
+
+
+def test_memory_goes_back_between_blocks_where_their_gradients_leave_gaps() -> None:
+    log = with_gaps_of_blocks()
+    allocated = reserved_of(log, workspace_bytes=0).allocated_peak_bytes
+    use = least(log)
+    (moment,) = use.releases
+    assert moment.phase == "backward"
+    assert moment.module_fqn.startswith("h.")
+    assert (
+        reserved_bytes(log, use) <= MOST_HELD * allocated < reserved_bytes(log, AllocatorUse(SMALL_PAGES, (BACKWARD,)))
+    )
+
+
+def test_blocks_are_not_asked_where_little_is_held() -> None:
+    log = log_of()
+    blocks = log_of()
+    for events in blocks.steps:
+        for position in range(len(events), 0, -2):
+            events.insert(position, Reached(ReleasePoint("backward", f"h.{position}"), is_block=True))
+    assert least(blocks) == least(log)
+    found = [reserved_of(one, workspace_bytes=0, use=AllocatorUse()) for one in (log, blocks)]
+    assert found[0] == found[1], "what is held rises after the same moments"
+
+
 def test_rises_are_those_after_a_moment() -> None:
     found = reserved_of(log_of(), AllocatorSettings(), workspace_bytes=0, use=AllocatorUse())
     assert found.rises == {EMBEDDING, HEAD, BACKWARD}

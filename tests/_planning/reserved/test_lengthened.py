@@ -13,7 +13,16 @@ from memscale._decide.choice import block_actions
 from memscale._plan import Action, Checkpoint, OffloadActivations, OffloadOptimizer, StreamParameters
 from memscale._planning.job import Job
 from memscale._planning.planner import Planner
-from memscale._planning.reserved.allocation_log import Allocated, AllocationLog, Asked, Event, Freed, LetGo, Place
+from memscale._planning.reserved.allocation_log import (
+    Allocated,
+    AllocationLog,
+    Asked,
+    Event,
+    Freed,
+    LetGo,
+    Place,
+    Reached,
+)
 from memscale._planning.reserved.lengthened import Mark, NotAlike, lengthened
 from memscale._profile import CHECKPOINT_OFFLOAD, OFFLOAD, TraceKey
 from memscale._profile.inputs import Inputs
@@ -80,6 +89,8 @@ def test_the_log_is_that_of_the_whole_model(kind: str, overlaps: bool) -> None:
     assert short is not None
     recorded = planner._record(actions[kind], planner.job.config)
     assert told(short) == told(recorded)
+    reached = [event.point.module_fqn for event in short.steps[-1] if isinstance(event, Reached) and event.is_block]
+    assert reached == (blocks[::-1] if actions[kind] else []), "each block's backward, by its own name"
     assert short.levels == recorded.levels
     trace = planner._rehearsed_short(actions[kind], planner.job.config, num_steps := 1 + planner._learns(actions[kind]))
     whole = planner.rehearsal.run(planner.attacher(actions[kind], planner.job.config), num_steps=num_steps)

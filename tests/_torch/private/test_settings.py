@@ -54,3 +54,20 @@ def test_weights_that_a_loop_caches_wait_outside() -> None:
             assert part.weight is part.weight
             assert part.weight is not kept
         assert part.weight is kept
+
+
+def test_parametrized_weights_are_those_that_a_loop_had_cached_then() -> None:
+    part = nn.Linear(2, 2)
+    parametrize.register_parametrization(part, "weight", nn.Tanh())
+    before = private.cached_weights()
+    with parametrize.cached():
+        nothing, kept, something = private.cached_weights(), part.weight, private.cached_weights()
+        with private.parametrized_as(before):
+            assert part.weight is not part.weight
+        with private.parametrized_as(nothing):
+            assert part.weight is part.weight
+            assert part.weight is not kept
+        assert part.weight is kept
+    with private.parametrized_as(something):
+        assert part.weight is kept
+    assert private.cached_weights() is None

@@ -34,6 +34,19 @@ def test_a_witness_shares_the_counter_and_no_memory(is_faked: bool) -> None:
         assert tensor._version == detached._version == witness._version == 1
 
 
+def test_what_stands_in_for_a_tensor_shows_its_version_and_keeps_a_counter_of_its_own() -> None:
+    tensor, stand_in = torch.zeros(3), torch.ones(3)
+    tensor.add_(1).add_(1)
+    private.show_version(stand_in, tensor)
+    assert stand_in._version == 2
+    stand_in.add_(1)
+    assert (stand_in._version, tensor._version) == (3, 2)
+    private.set_version(tensor, 1)
+    assert (stand_in._version, tensor._version) == (3, 1)
+    with torch.inference_mode():
+        private.show_version(torch.ones(3), tensor)
+
+
 def test_a_silent_write_changes_values_and_no_version() -> None:
     targets, sources = [torch.zeros(3), torch.zeros((), dtype=torch.long)], [torch.ones(3), torch.tensor(2)]
     versions = [target._version for target in targets]

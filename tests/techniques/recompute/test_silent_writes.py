@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import pathlib
 import weakref
 from collections.abc import Callable
@@ -20,8 +21,9 @@ from memscale._config import AsyncOffloadConfig
 from memscale._execute.executor import Executor
 from memscale._execute.settings import ExecutionSettings
 from memscale._plan import Action, Checkpoint, OffloadActivations, StreamParameters
-from memscale._torch.named_in_code import code_names_any
+from memscale._torch.named_in_code import code_names_any, code_reaches_any
 from memscale.techniques.offload.optimizer.on_device import StepOnDevice
+from tests import lanes
 
 SIZE = 8
 DEVICE = torch.device("simgpu", 0)
@@ -146,6 +148,76 @@ class GivesAnotherTheMemory(Block):
         return x + y
 
 
+class MovesSavedElsewhere(Block):
+    """The last product has saved the tensor itself, and finds what lies there by then."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.up(x))
+        y = self.down(hidden)
+        hidden.data = hidden.data * 0.5
+        return x + y
+
+
+def halve(tensor: torch.Tensor) -> None:
+    tensor.data.mul_(0.5)
+
+
+def halve_by_name(tensor: torch.Tensor) -> None:
+    getattr(tensor, "data").mul_(0.5)  # noqa: B009
+
+
+class Halves:
+    def halve(self, tensor: torch.Tensor) -> None:
+        tensor.data.mul_(0.5)
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        tensor.data.mul_(0.5)
+
+
+class HalvesInOperator(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        tensor.data.mul_(0.5)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+HALVES, HALVES_CALLED, HALVES_PARTLY, TABLE = Halves(), Halves(), functools.partial(halve), {"halve": halve}
+HELPERS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "function": lambda x, tensor: halve(tensor),
+    "by name": lambda x, tensor: halve_by_name(tensor),
+    "method": lambda x, tensor: HALVES.halve(tensor),
+    "object": lambda x, tensor: HALVES_CALLED(tensor),
+    "partial": lambda x, tensor: HALVES_PARTLY(tensor),
+    "table": lambda x, tensor: TABLE["halve"](tensor),
+    "operator": lambda x, tensor: HalvesInOperator.apply(x, tensor),
+    "decorated": torch.no_grad()(lambda x, tensor: halve(tensor)),
+}
+
+
+class Helped(Block):
+    """Its own code does not name `.data`."""
+
+    def __init__(self, helper: str) -> None:
+        super().__init__()
+        self.help = HELPERS[helper]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.up(x))
+        y = self.down(hidden)
+        self.help(x, hidden)
+        return x + y
+
+
+class Hooked(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down.register_forward_hook(lambda module, args, output: halve(args[0]))
+
+
 class Around(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -268,6 +340,8 @@ def test_backward_uses_what_plain_pytorch_uses(build, loss, plan: str, tmp_path:
         (ReplacesInput, "to its input"),
         (WritesSaved, "to a tensor that it has saved"),
         (MovesSaved, "to a tensor that it has saved"),
+        (MovesSavedElsewhere, "to a tensor that it has saved"),
+        (Hooked, "to a tensor that it has saved"),
         (NamesBeforeItSaves, "to a tensor that it has saved"),
         (GivesAnotherTheMemory, "to a tensor that it has saved"),
         (WritesWeight, r"changes its parameters|was changed by this forward"),
@@ -285,6 +359,13 @@ def test_a_layer_that_writes_past_autograd_is_refused_or_the_same(
         else:
             with pytest.raises((MemScaleError, RuntimeError), match=where):
                 steps(model, once)
+
+
+@pytest.mark.parametrize(("helper", "plan"), lanes.in_turns(sorted(HELPERS), sorted(PLANS)))
+def test_what_a_helper_writes_past_autograd_is_refused(helper: str, plan: str, tmp_path: pathlib.Path) -> None:
+    _, model = pair(functools.partial(Helped, helper))
+    with treated(model, plan, tmp_path), pytest.raises(MemScaleError, match="to a tensor that it has saved"):
+        steps(model, once)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -349,6 +430,9 @@ def test_only_layers_whose_forward_may_do_so_are_watched() -> None:
     assert not code_names_any(Block(), ("data",))
     assert code_names_any(MadeOnly(), ("data",))
     assert not code_names_any(MadeOnly(), ("data",), once_made=True)
+    assert code_reaches_any(nn.Sequential(WritesSaved()), ("data",))
+    assert code_reaches_any(Hooked(), ("data",))
+    assert not code_reaches_any(MadeOnly(), ("data",))
 
 
 def test_a_rehearsal_holds_nothing_and_compares_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

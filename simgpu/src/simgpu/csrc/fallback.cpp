@@ -28,6 +28,7 @@ struct OperatorFacts {
   int generator_argument = -1;
   int host_argument = -1;       // may be a CPU tensor that is no scalar
   bool overwrites = false;      // what it writes to it does not read (zero_, fill_)
+  bool raises_versions = false; // by itself; autograd does it for all but operators over lists
   std::vector<bool> writes;     // per argument
   std::vector<bool> is_out;     // per argument: out=, which is written and not read
   std::vector<int> returns_argument;  // per result: the written argument that it is, or -1
@@ -60,6 +61,14 @@ bool is_lookup(const std::string& name) {
 bool overwrites(const std::string& name) {
   static const std::unordered_set<std::string> names = {"aten::zero_", "aten::fill_", "aten::_foreach_zero_"};
   return names.count(name) > 0;
+}
+
+// As the CUDA build does it, read off on an emulated card: all operators over lists that write in place but these.
+bool raises_versions(const c10::FunctionSchema& schema) {
+  const std::string& name = schema.name();
+  const std::string& overload = schema.overload_name();
+  if (name.rfind("aten::_foreach_", 0) != 0 || name.back() != '_' || name == "aten::_foreach_zero_") return false;
+  return name != "aten::_foreach_lerp_" || (overload != "Scalar" && overload != "ScalarList");
 }
 
 int argument_returned_as(const c10::FunctionSchema& schema, const c10::Argument& result) {
@@ -99,6 +108,7 @@ OperatorFacts read_facts(const c10::OperatorHandle& op) {
   facts.is_matmul = is_matmul(name);
   facts.is_lookup = is_lookup(name);
   facts.overwrites = overwrites(name);
+  facts.raises_versions = raises_versions(schema);
   facts.counts = name == "aten::histc" && schema.overload_name().empty();
   if (name == "aten::convolution") facts.weight_argument = 1;
   if (name == "aten::convolution_backward") facts.weight_argument = 2;
@@ -129,6 +139,7 @@ class BoxedCall {
     compute();
     for (auto& [device_tensor, alias] : written_) call_.sync_geometry(device_tensor, alias);
     adopt_results();
+    if (facts_.raises_versions) raise_versions();
     if (!facts_.is_view) call_.finish(work());
     if (facts_.host_waits) {
       Lock lock;
@@ -260,6 +271,12 @@ class BoxedCall {
         for (const Tensor& t : value.toTensorVector()) adopted.push_back(adopt(t));
         value = std::move(adopted);
       }
+    }
+  }
+
+  void raise_versions() const {
+    for (auto& [device_tensor, alias] : written_) {
+      if (!device_tensor.is_inference()) device_tensor.unsafeGetTensorImpl()->bump_version();
     }
   }
 

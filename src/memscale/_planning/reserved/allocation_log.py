@@ -52,6 +52,8 @@ class Reached:
     """The step has come to a moment at which what is cached could go back."""
 
     point: ReleasePoint
+    is_block: bool = False
+    """Whether a block begins. There are many such moments, and they are asked for last."""
 
 
 Arrival = Literal["before", "once", "each step"]
@@ -192,6 +194,9 @@ class AllocationLog:
 
     def reach(self, point: ReleasePoint) -> None:
         self._now.append(Reached(point))
+
+    def reach_block(self, point: ReleasePoint) -> None:
+        self._now.append(Reached(point, is_block=True))
 
     def note(self, point: ReleasePoint, num_marks: int) -> None:
         """The step has come to a moment that is no event: nothing happens then, unless a plan asks for something."""

@@ -284,7 +284,7 @@ class Replay:
                 if block is not None:  # else it was made before the step, and went when that was first played
                     free(block)
             elif isinstance(event, Reached):
-                self._reach(event.point)
+                self._reach(event)
             elif isinstance(event, Multiplied):
                 self._multiply(event.thread)
             elif isinstance(event, Emptied):
@@ -304,8 +304,10 @@ class Replay:
         if old is not None:
             memory.free(old)
 
-    def _reach(self, point: ReleasePoint) -> None:
-        self._passed = point
+    def _reach(self, event: Reached) -> None:
+        point = event.point
+        if not event.is_block:
+            self._passed = point
         if point == STEP_BEGIN and not self._state.isdisjoint(self._blocks):
             self._move_together(weights_in(self._log) | self._state)
             self._state = frozenset()

@@ -15,10 +15,11 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from memscale._errors import MemScaleError
-from memscale._planning.reserved.allocation_log import Allocated, Event, Freed
+from memscale._plan import ReleasePoint
+from memscale._planning.reserved.allocation_log import Allocated, Event, Freed, Reached
 from memscale._profile import Phase
 from memscale._profile.shallow import Cut
 
@@ -119,7 +120,16 @@ class _Lengthener:
             if owned is not None and owned[0][1] == share[1]:
                 (phase, _, position), number = owned
                 return phase, self._distance(share, position), number
+        if self._is_own_moment(event, share):
+            return event.point.phase
         return event
+
+    def _is_own_moment(self, event: Event, share: _Share) -> TypeGuard[Reached]:
+        """Whether the step comes to the block itself."""
+        return isinstance(event, Reached) and event.point.module_fqn == self._name(share, share[2])
+
+    def _name(self, share: _Share, position: int) -> str:
+        return self._cuts[share[1]][0].name(position)
 
     def _distance(self, share: _Share, position: int) -> int:
         ranks = self._ranks[share[1]]
@@ -165,6 +175,8 @@ class _Lengthener:
                 placed.append(Allocated(serial, event.num_bytes, event.place) if at != position else event)
             elif isinstance(event, Freed):
                 placed.append(self._freeing(self._serial_for(share, at, event.serial)))
+            elif self._is_own_moment(event, share):
+                placed.append(Reached(ReleasePoint(event.point.phase, self._name(share, at)), event.is_block))
             else:
                 placed.append(event)
         return placed

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from memscale._execute.reserving import watch
+from memscale._execute.reserving import watch, watch_module
 from memscale._hardware import Hardware
 from memscale._plan import ReleasePoint
 from memscale._planning.reserved.allocation_log import (
@@ -72,6 +72,8 @@ class UnderPlan:
     """How the optimizer steps; None: as it does by itself."""
     points: Iterable[ReleasePoint] = ()
     """Moments of the step that the log is to have."""
+    blocks: Iterable[str] = ()
+    """Blocks before whose backward memory could go back, too."""
     learns: bool = False
     """Whether the second step may differ from the first."""
     early: Sequence[tuple[str, int]] = ()
@@ -124,6 +126,7 @@ def record_steps(
         missing = _Missing(rehearsal, recorder, shortcuts.cuts, undo, under)
         attached = None if under.attach is None else _attached(under.attach, rehearsal, recorder, undo)
         watch(rehearsal.model, under.points, log.reach, undo)
+        _watch_blocks(rehearsal, log, under.blocks, undo)
         if under.rules is not None:
             asked_at = (module_fqn for module_fqn, _ in (*under.early, *under.late))
             note_moments(rehearsal, recorder, dict.fromkeys((*_blocks_here(rehearsal), *asked_at)), undo)
@@ -183,6 +186,16 @@ def _attached(
     recorder.events.place = Place("optimizer")
     recorder.see_all(getattr(attached, "held", []), "optimizer state")
     return attached
+
+
+def _watch_blocks(
+    rehearsal: FakeRehearsal, log: AllocationLog, blocks: Iterable[str], undo: contextlib.ExitStack
+) -> None:
+    """Let the log say where the backward of these begins, by the names that they have in the whole model."""
+    here = set(rehearsal.model.modules())
+    for module_fqn in blocks:
+        if rehearsal.pieces[module_fqn] in here:
+            watch_module(rehearsal.pieces[module_fqn], ReleasePoint("backward", module_fqn), log.reach_block, undo)
 
 
 class _Lesson:

@@ -97,7 +97,12 @@ from memscale._torch.private.ranks import (
 )
 from memscale._torch.private.remembering import CommunicatesError, Remembered, fake_tensor_mode
 from memscale._torch.private.saving import pickled_as_on
-from memscale._torch.private.settings import parametrized_anew, settings_now
+from memscale._torch.private.settings import (
+    cached_weights,
+    parametrized_anew,
+    parametrized_as,
+    settings_now,
+)
 from memscale._torch.private.storages import (
     NUM_HOLDERS_IN_DISPATCH,
     num_holders,
@@ -105,7 +110,14 @@ from memscale._torch.private.storages import (
     tensor_over,
     wrapper_tensor,
 )
-from memscale._torch.private.versions import detach_with_version, share_version_counter, version_witness, write_silently
+from memscale._torch.private.versions import (
+    detach_with_version,
+    set_version,
+    share_version_counter,
+    show_version,
+    version_witness,
+    write_silently,
+)
 
 __all__ = [
     "COMPILED_CALL",
@@ -121,6 +133,7 @@ __all__ = [
     "allocator_bytes",
     "asks_for_values",
     "at_end_of_backward",
+    "cached_weights",
     "can_take_outermost_mode",
     "cast_optimizer_value",
     "chooses_by_device",
@@ -173,6 +186,7 @@ __all__ = [
     "num_holders",
     "outside_checkpoints",
     "parametrized_anew",
+    "parametrized_as",
     "pickled_as_on",
     "plain_shells",
     "real_tensors",
@@ -189,8 +203,10 @@ __all__ = [
     "selective_contexts",
     "sequence_number",
     "set_allocator_settings",
+    "set_version",
     "settings_now",
     "share_version_counter",
+    "show_version",
     "step_pre_hooks",
     "storage_key",
     "strange_contexts",

@@ -45,3 +45,25 @@ def parametrized_anew() -> Iterator[None]:
         yield
     finally:
         parametrize._cache = before
+
+
+def cached_weights() -> dict[Any, Any] | None:
+    """What `parametrize.cached()` keeps now; None: it keeps nothing, as nobody is inside of it."""
+    return dict(parametrize._cache) if parametrize._cache_enabled else None
+
+
+@contextlib.contextmanager
+def parametrized_as(then: dict[Any, Any] | None) -> Iterator[None]:
+    """Inside, parametrized weights are computed or taken as they were then; what is kept now stays as it is.
+
+    The table is that of the process: where nothing was kept and nothing is, other threads see no change of it.
+    """
+    if then is None and not parametrize._cache_enabled:
+        yield
+        return
+    before = parametrize._cache, parametrize._cache_enabled
+    parametrize._cache, parametrize._cache_enabled = dict(then or {}), int(then is not None)
+    try:
+        yield
+    finally:
+        parametrize._cache, parametrize._cache_enabled = before

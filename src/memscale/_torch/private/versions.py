@@ -40,6 +40,16 @@ def share_version_counter(first: torch.Tensor, second: torch.Tensor) -> bool:
         torch._C._autograd._unsafe_set_version_counter((second,), (version,))
 
 
+def show_version(stand_in: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Let what stands in for a tensor have its version. What shares the counter of the former has it, too."""
+    if not stand_in.is_inference() and not tensor.is_inference():
+        set_version(stand_in, tensor._version)
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
 def write_silently(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy each source into its target; autograd is not told. On a device a few kernels do it."""
     with torch.no_grad():

@@ -7,6 +7,7 @@ autocast), the recompute sees the module as the forward saw it:
 - buffers that the forward changes (BatchNorm statistics, spectral-norm vectors) and attributes (a counter, a list
   that grows, an object or an array that is written to) as they were before it, so that they are not changed twice;
 - small tensors that are not registered and that its code can reach (in a list, a closure, a global), likewise;
+- weights that `parametrize.cached()` had kept by then, and those that it had not;
 - attributes that somebody sets between forward and backward (a dropout rate, the training mode) as they were;
 - the very parameters, also when `torch.func.functional_call` had put others in their place;
 - arguments: containers that a module changes in place are changed once.
@@ -75,7 +76,6 @@ class RecomputedForward(ForwardOverride):
         training flags."""
         self.changes_saved: dict[Flags, bool] = {}
         """Whether it changes what it has saved for backward: learned likewise."""
-        self.may_write_silently = may_write_silently(module)
         self.casts = Casts()
         self.state = ModuleState(module)
         self._warned = False
@@ -135,7 +135,7 @@ class RecomputedForward(ForwardOverride):
 
     def silent_writes(self, leaves: tuple[Any, ...], memory: Memory) -> SilentWrites | None:
         """Who looks for writes past autograd in the forward that begins; None: its code makes none."""
-        if not self.may_write_silently or not is_watched_here():
+        if not is_watched_here() or not may_write_silently(self.module):
             return None
         return SilentWrites(self.module, self.module_fqn, leaves, memory.storages())
 
@@ -160,6 +160,7 @@ class Region:
 
     __slots__ = (
         "begun_in",
+        "cached_weights",
         "caches",
         "caches_off",
         "digest",
@@ -183,6 +184,8 @@ class Region:
         self.caches: list[key_value_caches.CacheBefore] = []
         """Key-value caches among the arguments, as they were."""
         self.caches_off = key_value_caches.now_switched_off()
+        self.cached_weights: dict[Any, Any] | None = None
+        """What `parametrize.cached()` kept when the forward began: such weights were not computed in it."""
         self.begun_in = threading.get_ident()
         self.memory: Memory
         self.digest: list[int] | None = None
@@ -203,11 +206,12 @@ class Region:
         args, kwargs = _unflatten(leaves[self.num_anchors :], self.spec)
         if self.caches:
             args, kwargs = _with_each(self.caches, [cache.again() for cache in self.caches], args, kwargs)
-        with key_value_caches.switched_off(self.caches_off):
+        with key_value_caches.switched_off(self.caches_off), private.parametrized_as(self.cached_weights):
             return self._recompute(args, kwargs)
 
     def _compute(self, args: Any, kwargs: Any, leaves: tuple[Any, ...]) -> Any:
         owner = self.owner
+        self.cached_weights = private.cached_weights()
         self.memory = owner.state.before()
         draws = owner.draws.get(self.memory.flags)
         seen: HostRng | Fingerprint = Fingerprint() if draws is False else HostRng()

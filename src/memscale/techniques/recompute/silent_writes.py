@@ -2,9 +2,9 @@
 
 PyTorch's own backward then uses what was written, without a word. A recompute would read inputs that are written to
 already, and write to them once more; and neither a recompute nor an offload has what was written to a saved tensor. So
-a layer whose code names `.data` is watched in its first forward in each state of the training flags, and refused where
-it does this. Buffers and tensors beside the model are not looked at here: they are put back (module_state.py), as are
-parameters.
+a layer whose code, or a function that it calls, names `.data` is watched in its first forward in each state of the
+training flags, and refused where it does this. Buffers and tensors beside the model are not looked at here: they are
+put back (module_state.py), as are parameters.
 
 NOTE [what is held]: a layer may save more than its card has room for, and what is recomputed or offloaded is gone as
 soon as its forward lets it go. To hold it until the forward is over would reserve memory that no plan has counted. So a
@@ -31,12 +31,12 @@ from torch.overrides import TorchFunctionMode
 from memscale._errors import MemScaleError
 from memscale._torch import private
 from memscale._torch.bit_sums import has_plain_memory, sums_of_bits
-from memscale._torch.named_in_code import code_names_any
+from memscale._torch.named_in_code import code_reaches_any
 
 
 def may_write_silently(module: nn.Module) -> bool:
-    """Whether the code of the module, or of its parts, may write past autograd."""
-    return code_names_any(module, ("data",), once_made=True)
+    """Whether the code of the module, of its parts, or a function that these call may write past autograd."""
+    return code_reaches_any(module, ("data",))
 
 
 def is_watched_here() -> bool:
@@ -63,7 +63,7 @@ class SilentWrites:
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Inside, the module computes."""
-        with contextlib.nullcontext() if self._holds_all else _SecondNames(self._note_second_name):
+        with contextlib.nullcontext() if self._holds_all else _SecondNames(self._note_second_name, self._note_moved):
             yield
 
     def saved(self, tensor: torch.Tensor, packed: Any = None) -> None:
@@ -89,6 +89,12 @@ class SilentWrites:
             if saved.key == key:
                 saved.hold()
 
+    def _note_moved(self, tensor: Any) -> None:
+        """This tensor is given other memory. Where an operator has saved the tensor itself, its backward uses that; one
+        that has saved its own result keeps what it had."""
+        for saved in self._saved:
+            saved.is_moved = saved.is_moved or (saved.tensor() is tensor and not saved.is_result)
+
     def refuse(self) -> None:
         """Raise if the forward, which is over, has written past autograd to what its recompute needs."""
         inputs, self._inputs = self._inputs, []
@@ -100,7 +106,8 @@ class SilentWrites:
     def overwritten(self) -> list[Any]:
         """What autograd keeps for the tensors that the forward, which is over, has saved and written to."""
         saved, self._saved, self._named = self._saved, [], {}
-        return [each.packed for each in _written(saved)]
+        written = {id(each) for each in _written(saved)}
+        return [each.packed for each in saved if each.is_moved or id(each) in written]
 
     def refusal_of_saved(self) -> str:
         return self._refusal(
@@ -117,9 +124,9 @@ class SilentWrites:
 class _SecondNames(TorchFunctionMode):
     """Sees each `.data` that is read or set: two tensors then share memory and no version counter."""
 
-    def __init__(self, note: Callable[[Any], None]) -> None:
+    def __init__(self, note: Callable[[Any], None], note_moved: Callable[[Any], None]) -> None:
         super().__init__()
-        self._note = note
+        self._note, self._note_moved = note, note_moved
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == _READ_DATA:
@@ -128,6 +135,7 @@ class _SecondNames(TorchFunctionMode):
         elif func == _SET_DATA:
             with private.without_function_modes():
                 self._note(args[1])
+                self._note_moved(args[0])
         return func(*args, **(kwargs or {}))
 
 
@@ -159,6 +167,11 @@ class _Saved:
 
     def __init__(self, tensor: torch.Tensor, packed: Any) -> None:
         self.packed = packed
+        self.tensor = weakref.ref(tensor)
+        node = private.node_of(tensor)
+        self.is_result = node is not None and private.sequence_number(node) == private.next_sequence_number() - 1
+        """Whether the operator that saves it has just made it."""
+        self.is_moved = False
         self._witness = private.version_witness(tensor)
         self._version = tensor._version
         values = private.detach_with_version(tensor)

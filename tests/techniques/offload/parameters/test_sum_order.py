@@ -179,6 +179,23 @@ def test_what_is_unfrozen_later_is_counted_anew(asynchronous: bool):
         assert same(gradients(model), gradients(plain))
 
 
+@MODES
+@pytest.mark.parametrize("uses", [(0, 3, 1, 1), (1, 3, 1, 1), (1, 3, 0, 1), (3, 2, 2, 0)])
+def test_calls_that_use_it_as_often_as_none_before_are_counted(uses: tuple[int, ...], asynchronous: bool):
+    """Layers that drop parts by chance. The first call is alone in its step."""
+    plain, model = pair(lambda: Calls((2,), (0,)))
+    with streamed(model, asynchronous):
+        for one in (model, plain):
+            losses = []
+            for number, num_uses in enumerate(uses):
+                one.blocks[0].num_uses = num_uses
+                losses.append(one(batch(number)).square().mean())
+                if number == 0:
+                    losses.pop().backward()
+            sum(losses).backward()
+        assert same(gradients(model), gradients(plain))
+
+
 def test_where_every_call_uses_it_once_every_gradient_goes_home_on_its_own():
     _, model = pair(lambda: Calls((1, 1), (0, 1, 0, 1), tied=True))
     with streamed(model) as streamer:

@@ -342,7 +342,6 @@ class OffloadedForward(ForwardOverride):
         self.module_fqn = module_fqn
         self.offloader = offloader
         self._elsewhere = elsewhere
-        self._may_write_silently = may_write_silently(module)
         self._watched: set[tuple[bool, ...]] = set()
         """The states of the training flags in which a forward was watched for silent writes."""
 
@@ -368,12 +367,14 @@ class OffloadedForward(ForwardOverride):
 
     def _watch(self, resident: Collection[int]) -> SilentWrites | None:
         """Watch the first forward in each state of the training flags, where it may write past autograd."""
-        if not self._may_write_silently or not is_watched_here():
+        if not is_watched_here():
             return None
         flags = tuple(part.training for part in self.module.modules())
         if flags in self._watched:
             return None
         self._watched.add(flags)
+        if not may_write_silently(self.module):
+            return None
         return SilentWrites(self.module, self.module_fqn, apart=resident)
 
 

@@ -45,7 +45,7 @@ from memscale.techniques.offload.optimizer.buckets import (
 )
 from memscale.techniques.offload.optimizer.early_arrivals import Early, EarlyArrivals
 from memscale.techniques.offload.optimizer.gradient_homes import ComingGradients, has_waiting_gradients
-from memscale.techniques.offload.optimizer.guests import Guests, stand_in_part, visitors, wait_until_home
+from memscale.techniques.offload.optimizer.guests import Guests, LocalPart, visitors, wait_until_home
 from memscale.techniques.offload.optimizer.in_parts import BYTES_AT_ONCE
 from memscale.techniques.offload.optimizer.late_departures import LateDepartures
 from memscale.techniques.offload.optimizer.loaded_state import cast_state
@@ -318,7 +318,9 @@ class AdoptedOptimizer:
         """Step one bucket while the next bucket that travels is on its way. See NOTE [what a bucket costs]."""
         bucket, coming = turn.bucket, travel.take(turn)
         visit = coming.bring()
-        with coming.gradients.in_place() as gradient:
+        # A fused step divides gradients by the scale of a `GradScaler` in its kernel, and autograd is not told.
+        unscales = getattr(optimizer, "grad_scale", None) is not None
+        with coming.gradients.in_place(are_written=unscales) as gradient:
             stand_ins = coming.stand_ins(gradient)
             if bucket.has_guests:
                 _bring_beside(optimizer, visit.state, bucket.device)
@@ -330,7 +332,7 @@ class AdoptedOptimizer:
             state = split.run(bucket.parameters, visit.state, call.args, call.kwargs, stand_ins)
             del stand_ins, gradient
         if coming.guests is not None:
-            coming.guests.go_home()
+            coming.guests.go_home(gradients_are_written=unscales)
         coming.park(state, visit)
         travel.leave(coming)
         progress.end()
@@ -552,6 +554,7 @@ class _Coming:
         self.bucket, self._stretch = turn
         stretch = self._stretch
         self.guests: Guests | None = None
+        self._part: LocalPart | None = None
         self._visits, self._entries = visits, entries
         self._is_ahead = ahead
         self._cut: StretchVisit | None = None
@@ -578,12 +581,15 @@ class _Coming:
         this `gradient` if that was elsewhere, too."""
         if self.guests is not None:
             return self.guests.stand_ins()
-        return {} if self._stretch is None else stand_in_part(self.bucket.parameters[0], self._stretch, gradient)
+        if self._stretch is None:
+            return {}
+        self._part = LocalPart(self.bucket.parameters[0], self._stretch, gradient)
+        return self._part.stand_ins()
 
     def park(self, state: State, visit: Visit) -> None:
         if self._cut is not None:
-            if self.guests is None:  # its stand-in shares the parameter's memory, and not its version counter
-                torch.autograd.graph.increment_version(self.bucket.parameters[0])
+            if self._part is not None:
+                self._part.end()
             self._cut.park(state)
         else:
             self._visits.park(self._entries, self.bucket, state, visit)

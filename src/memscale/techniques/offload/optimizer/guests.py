@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from memscale._torch.unversioned_steps import raise_version
 from memscale.techniques.offload.optimizer.implementations import Coming, Streams, streamed_parameters
 from memscale.techniques.offload.parameters.parameter_homes import overlapping
 from memscale.techniques.offload.store.stores import Stretch
@@ -35,8 +36,8 @@ class Guests:
             for p, host in self._hosts
         ]
         self._stand_ins: dict[int, nn.Parameter] = {}
-        self._versions: dict[int, int] = {}
-        """The versions of the gradients' copies when they arrived."""
+        self._versions: dict[int, tuple[int, int]] = {}
+        """The versions of the copies when they arrived: of the values, and of the gradient."""
 
     def stand_ins(self) -> dict[int, nn.Parameter]:
         """Return the stand-ins for the current stream, which waits for copies that have not arrived."""
@@ -45,18 +46,20 @@ class Guests:
             vars(stand_in).update(vars(parameter))
             if gradient is not None:
                 stand_in.grad = _arrived(gradient)
-                self._versions[id(parameter)] = stand_in.grad._version
+            self._versions[id(parameter)] = _versions_of(stand_in)
             self._stand_ins[id(parameter)] = stand_in
         self._coming = []
         return self._stand_ins
 
-    def go_home(self) -> None:
-        """Send home the values that the step left. Gradients go home only if the step changed them."""
+    def go_home(self, *, gradients_are_written: bool = False) -> None:
+        """Send home the values that the step left. Gradients go home only if the step changed them: as autograd knows,
+        or as the caller does."""
         for parameter, host in self._hosts:
             stand_in = self._stand_ins.pop(id(parameter))
-            host.take_home(parameter, stand_in.detach(), self._stretch)
-            changed = stand_in.grad is not None and stand_in.grad._version != self._versions[id(parameter)]
-            if changed and parameter.grad is not None and stand_in.grad is not None:
+            (now, now_gradient), (then, then_gradient) = _versions_of(stand_in), self._versions[id(parameter)]
+            host.take_home(parameter, stand_in.detach(), self._stretch, num_changes=now - then)
+            is_changed = gradients_are_written or now_gradient != then_gradient
+            if is_changed and parameter.grad is not None and stand_in.grad is not None:
                 with torch.no_grad():
                     (self._stretch.of(parameter.grad) if self._stretch else parameter.grad).copy_(stand_in.grad)
 
@@ -65,20 +68,28 @@ class Guests:
             host.let_go(parameter, self._stretch)
 
 
-def stand_in_part(
-    parameter: torch.Tensor, stretch: Stretch, gradient: torch.Tensor | None = None
-) -> dict[int, nn.Parameter]:
-    """Return a stand-in, by id, for these elements of a parameter that lives on the device: it shares their memory.
+class LocalPart:
+    """Some elements of a parameter that lives on the device. Their stand-in shares its memory."""
 
-    `gradient` is theirs, if the parameter's waits elsewhere.
-    """
-    stand_in = nn.Parameter(stretch.of(parameter), requires_grad=parameter.requires_grad)
-    vars(stand_in).update(vars(parameter))
-    if gradient is not None:
-        stand_in.grad = gradient
-    elif parameter.grad is not None:
-        stand_in.grad = stretch.of(parameter.grad)
-    return {id(parameter): stand_in}
+    def __init__(self, parameter: torch.Tensor, stretch: Stretch, gradient: torch.Tensor | None = None) -> None:
+        """`gradient` is theirs, if the parameter's waits elsewhere."""
+        self._parameter = parameter
+        self._stand_in = nn.Parameter(stretch.of(parameter), requires_grad=parameter.requires_grad)
+        vars(self._stand_in).update(vars(parameter))
+        if gradient is not None:
+            self._stand_in.grad = gradient
+        elif parameter.grad is not None:
+            self._stand_in.grad = stretch.of(parameter.grad)
+        self._versions = parameter._version, self._stand_in._version
+
+    def stand_ins(self) -> dict[int, nn.Parameter]:
+        return {id(self._parameter): self._stand_in}
+
+    def end(self) -> None:
+        """They have been stepped. Inside a dispatch mode the stand-in has a version counter of its own."""
+        version, version_of_stand_in = self._versions
+        if self._parameter._version == version:
+            raise_version(self._parameter, self._stand_in._version - version_of_stand_in)
 
 
 def visitors() -> dict[int, torch.device]:
@@ -97,6 +108,10 @@ def wait_until_home() -> None:
     """Block until no guest is on its way, so that the host may read and write the parameters that live there."""
     for streams in {id(one): one for one in streamed_parameters().values()}.values():
         streams.wait_until_home()
+
+
+def _versions_of(stand_in: torch.Tensor) -> tuple[int, int]:
+    return stand_in._version, 0 if stand_in.grad is None else stand_in.grad._version
 
 
 def _arrived(coming: Coming) -> torch.Tensor:

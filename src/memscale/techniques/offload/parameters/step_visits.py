@@ -2,7 +2,7 @@
 
     visits = StepVisits(streamer)
     weight, gradient = visits.bring(parameter), visits.bring_gradient(parameter)    # on their way, or there
-    visits.take_home(parameter, stepped)        # the new values are on their way
+    visits.take_home(parameter, stepped, num_changes=1)     # the new values are on their way
     visits.let_go(parameter)                    # the device memory that they are copied from is free
     visits.wait_until_home()                    # from here on homes may be read and written by the host
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import torch
 
+from memscale._torch.unversioned_steps import raise_version
 from memscale.techniques.offload.parameters.streamer import Streamer
 from memscale.techniques.offload.store.stores import Stretch, Ticket
 from memscale.techniques.offload.transfer import stream_order
@@ -67,12 +68,15 @@ class StepVisits:
         finally:
             ticket.note_read(part)
 
-    def take_home(self, parameter: torch.Tensor, stepped: torch.Tensor, stretch: Stretch | None = None) -> None:
-        """Start copying these values home, where they become the parameter's."""
+    def take_home(
+        self, parameter: torch.Tensor, stepped: torch.Tensor, stretch: Stretch | None = None, *, num_changes: int
+    ) -> None:
+        """Start copying these values home, where they become the parameter's. The step has raised the version of the
+        copy so often; of a parameter that comes in stretches, that of each."""
+        raise_version(parameter, num_changes if stretch is None or stretch.start == 0 else 0)
         ticket = self._home_of(parameter)
         if ticket is None:
-            with torch.no_grad():
-                (parameter if stretch is None else stretch.of(parameter)).copy_(stepped)
+            (parameter if stretch is None else stretch.of(parameter)).data.copy_(stepped)  # its version is raised
             return
         part = ticket if stretch is None else _part(ticket, stretch)
         try:
@@ -81,7 +85,6 @@ class StepVisits:
             ticket.note_written(part)
             if part.written is not None:
                 self._last_written = part.written.event
-        torch.autograd.graph.increment_version(parameter)
         self._leaving[id(parameter), stretch.start if stretch is not None else 0] = part
 
     def let_go(self, parameter: torch.Tensor, stretch: Stretch | None = None) -> None:

@@ -28,6 +28,7 @@ import torch
 
 from memscale._errors import StoreFullError
 from memscale._torch import private
+from memscale._torch.unversioned_steps import STEPS
 from memscale.techniques.offload.parameters.parameter_homes import Homes, Slot, parameters_in, tensor_over, unviewed
 from memscale.techniques.offload.parameters.shared_casts import Joint, SharedCasts
 from memscale.techniques.offload.parameters.state_placement import Followers
@@ -57,11 +58,13 @@ class Stamp:
 
     parameter_id: int
     version: int
+    silent_step: int
+    """The number of its last step without a new version."""
     requires_grad: bool
 
     @classmethod
     def of(cls, parameters: Iterable[torch.Tensor]) -> tuple[Stamp, ...]:
-        return tuple(cls(id(p), p._version, p.requires_grad) for p in parameters)
+        return tuple(cls(id(p), p._version, STEPS.last_of(p), p.requires_grad) for p in parameters)
 
 
 class Visit:

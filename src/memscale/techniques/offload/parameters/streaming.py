@@ -64,7 +64,7 @@ from memscale.techniques.offload.store.stores import ShapeStore, Store
 from memscale.techniques.offload.store.tiers import has_streams
 from memscale.techniques.offload.transfer.transfers import Transfers
 from memscale.techniques.recompute import RecomputedForward, Region
-from memscale.techniques.recompute.silent_writes import is_watched_here
+from memscale.techniques.recompute.silent_writes import is_watched_here, may_write_silently
 
 GRADIENT_WINDOW_BYTES = 32 * 1024 * 1024
 """The bytes of gradients on their way home that may still occupy the device."""
@@ -147,7 +147,7 @@ class StreamedForward(RecomputedForward):
         if region is not None:
             region.notes = notes
         visit = self.streamer.fetch_forward(self.index, notes)
-        looks = self.verify or (self.may_write_silently and is_watched_here() and self._is_first(region))
+        looks = self.verify or (self._is_first(region) and is_watched_here() and may_write_silently(self.module))
         try:
             with self._weights(visit, follows=notes is not None, looks=looks) as (links, lent):
                 del visit
@@ -344,6 +344,7 @@ class _Loan:
         self._slot = slot
         self._weight = weakref.ref(weight)
         self._parameter = parameter
+        private.show_version(weight, parameter)  # a layer may remember something by it
         self._version = None if weight.is_inference() else weight._version
         self._storage_key = private.storage_key(weight.untyped_storage())
         self._lent = lend_attributes(parameter, weight)
