@@ -140,6 +140,7 @@ def refusal_unless_exact(
     return None if said is None else str(said)
 
 
-def is_explained(said: str, fails_in: str) -> bool:
-    """Whether it is our error, with the reason, and not PyTorch's own."""
-    return f"is not run again after this failure in {fails_in}: " in said
+def is_explained(said: str) -> bool:
+    """Whether it is our error, with the reason, and not PyTorch's own. (A program may go back in what it calls its
+    forward.)"""
+    return "is not run again after this failure in " in said

@@ -113,7 +113,7 @@ class Recovery:
     def __init__(self, executor: Executor, replanner: Replanner, extent: bool | str = True) -> None:
         """`extent`: `Config.recover_from_oom`. See NOTE [by default]."""
         self._is_asked_for = extent is True
-        """Also steps of models that are not of plain code."""
+        """Steps of models that are not of plain code are run again, too."""
         self.repeats_backward = extent != "forward"
         self._plain: PlainModel | None = None
         self._executor = executor

@@ -257,7 +257,7 @@ class _Open:
     """Hangs on an output, and lives as long as its graph does."""
 
     __torch_unserializable__ = True
-    """As for `_Arrived`."""
+    """Whoever saves an output need not be warned of it either."""
 
     def __init__(self, opened: weakref.WeakSet[_Open]) -> None:
         self._opened = opened
