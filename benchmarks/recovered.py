@@ -269,8 +269,9 @@ class Loop:
             output = self.model(**batch)
         loss = self.scaled(self.entry.loss(output) / PARTS)
         del output
+        first = torch.ones_like(loss)  # PyTorch would make it before its engine is asked: that is the loop's own
         with self._in_model():
-            loss.backward()
+            loss.backward(first)
         self.losses.append(loss.detach().cpu())
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
