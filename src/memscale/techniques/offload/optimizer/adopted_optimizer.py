@@ -318,7 +318,9 @@ class AdoptedOptimizer:
         """Step one bucket while the next bucket that travels is on its way. See NOTE [what a bucket costs]."""
         bucket, coming = turn.bucket, travel.take(turn)
         visit = coming.bring()
-        with coming.gradients.in_place() as gradient:
+        # A fused step divides gradients by the scale of a `GradScaler` in its kernel, and autograd is not told.
+        unscales = getattr(optimizer, "grad_scale", None) is not None
+        with coming.gradients.in_place(are_written=unscales) as gradient:
             stand_ins = coming.stand_ins(gradient)
             if bucket.has_guests:
                 _bring_beside(optimizer, visit.state, bucket.device)
@@ -330,7 +332,7 @@ class AdoptedOptimizer:
             state = split.run(bucket.parameters, visit.state, call.args, call.kwargs, stand_ins)
             del stand_ins, gradient
         if coming.guests is not None:
-            coming.guests.go_home()
+            coming.guests.go_home(gradients_are_written=unscales)
         coming.park(state, visit)
         travel.leave(coming)
         progress.end()

@@ -274,9 +274,9 @@ class ComingGradients:
                 self._coming.append((parameter, standing, _start(standing, stretch)))
 
     @contextlib.contextmanager
-    def in_place(self) -> Iterator[torch.Tensor | None]:
+    def in_place(self, *, are_written: bool = False) -> Iterator[torch.Tensor | None]:
         """The gradients are in `.grad` of their parameters, for the current stream. A stretch has no parameter of its
-        own: it is what is yielded."""
+        own: it is what is yielded. `are_written`: the step changes them, and autograd is not told."""
         coming, self._coming = self._coming, []
         arrived = [(parameter, standing, _arrived(one)) for parameter, standing, one in coming]
         del coming
@@ -290,7 +290,7 @@ class ComingGradients:
                 yield None
         finally:
             for (parameter, standing, gradient), version in zip(arrived, versions, strict=True):
-                if gradient._version != version and standing.home is not None:
+                if (are_written or gradient._version != version) and standing.home is not None:
                     standing.home.replace(self._stretch, gradient)  # type: ignore[attr-defined]
                 if self._stretch is None:
                     parameter.grad = standing

@@ -51,13 +51,15 @@ class Guests:
         self._coming = []
         return self._stand_ins
 
-    def go_home(self) -> None:
-        """Send home the values that the step left. Gradients go home only if the step changed them."""
+    def go_home(self, *, gradients_are_written: bool = False) -> None:
+        """Send home the values that the step left. Gradients go home only if the step changed them: as autograd knows,
+        or as the caller does."""
         for parameter, host in self._hosts:
             stand_in = self._stand_ins.pop(id(parameter))
             (now, now_gradient), (then, then_gradient) = _versions_of(stand_in), self._versions[id(parameter)]
             host.take_home(parameter, stand_in.detach(), self._stretch, num_changes=now - then)
-            if now_gradient != then_gradient and parameter.grad is not None and stand_in.grad is not None:
+            is_changed = gradients_are_written or now_gradient != then_gradient
+            if is_changed and parameter.grad is not None and stand_in.grad is not None:
                 with torch.no_grad():
                     (self._stretch.of(parameter.grad) if self._stretch else parameter.grad).copy_(stand_in.grad)
 
