@@ -29,8 +29,8 @@ def name(case: dict[str, Any]) -> str:
 
 
 PROMISED_ABOVE = {64: 0.048}
-"""Cases that reserve less than was promised by more than the bar's 3 %, and how much: one page of 12 MiB of 424 MB, which
-a row of before did not have. Why is not known; what is measured there is the same."""
+"""Cases that reserve less than was promised by more than the bar's 3 %, and how much: here a page of 12 MiB of 424 MB,
+which an older row was not promised. Why is not known; what is measured there is the same."""
 
 
 @pytest.mark.unit
