@@ -118,6 +118,9 @@ class AsyncOffloadConfig:
         _check_bool(self, "debug")
 
 
+_RECOVERED = (True, False, "forward", "plain")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Config:
     """What the user wishes. A technique left at `None` is set as the mode says, once, at construction.
@@ -176,10 +179,11 @@ class Config:
     """Profile on fake tensors first: no memory, no data."""
     use_empirical_fallback: bool = True
     """Where fake tensors do not suffice, observe the user's first training steps; else that is an error."""
-    recover_from_oom: bool | None = False
+    recover_from_oom: bool | Literal["forward", "plain"] = "forward"
     """Where a training step runs out of device memory, tighten the plan and run the batch once more, where that is
-    exact; else the error says why not: docs/guides/out_of_memory.md. None: models of plain code alone, which can be
-    seen to keep nothing; True: also those whose state can be compared and put back; False: never."""
+    exact; else the error says why not: docs/guides/out_of_memory.md. "forward": failing forwards of models of plain
+    code, which can be seen to keep nothing; "plain": their failing backwards, too; True: also models whose state can be
+    compared and put back; False: never."""
     warmup_steps: int = 2
     """Training steps that are observed under a careful plan before the plan is made from them; at least one is."""
     enable_logging: bool = True
@@ -211,9 +215,10 @@ class Config:
         _resolve_techniques(self)
         for name in _BOOLEAN_FIELDS:
             _check_bool(self, name)
-        for name in ("allow_host_step", "recover_from_oom"):
-            if getattr(self, name) is not None:
-                _check_bool(self, name)
+        if self.allow_host_step is not None:
+            _check_bool(self, "allow_host_step")
+        if not isinstance(self.recover_from_oom, bool | str) or self.recover_from_oom not in _RECOVERED:
+            raise _bad("recover_from_oom", self.recover_from_oom, 'True, False, "forward" or "plain"')
         if not isinstance(self.auto_policy, bool | str) or self.auto_policy not in (True, False, "rule", "learned"):
             raise _bad("auto_policy", self.auto_policy, 'True, False, "rule" or "learned"')
         for name in ("max_cpu_offload_gb", "memory_budget_gb"):

@@ -39,9 +39,9 @@ def test_no_step_is_above_the_budget_and_training_is_the_same(monkeypatch: pytes
 
 def test_a_bar_that_is_missed_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     kept = {
-        "steps": 300, "mode": "balanced", "announced": False, "plans": 9, "switches": 7, "budget_bytes": 100,
-        "highest_bytes": 90, "plain_highest_bytes": 170, "exact": True, "planning_s": 14.0, "slowest_switch_ms": 3.0,
-        "of_best": 1.0,
+        "steps": 300, "device": "simgpu", "mode": "balanced", "announced": False, "plans": 9, "switches": 7,
+        "budget_bytes": 100, "highest_bytes": 90, "plain_highest_bytes": 170, "exact": True, "planning_s": 14.0,
+        "slowest_switch_ms": 3.0, "of_best": 1.0,
     }  # fmt: skip
     assert lengths.show(kept) == 0
     assert "MISSED" not in capsys.readouterr().out

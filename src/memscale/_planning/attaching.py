@@ -91,7 +91,7 @@ def attach(model: nn.Module, config: Config, given: Circumstances) -> Executor:
         job = Job(model, config, hardware, known, replacement, given.holds_gradients, ranks, resolved=eligible)
         replanner = Replanner(executor, job, given.reporter, given.replica)
         if config.recover_from_oom is not False and device.type != "cpu" and not hardware.unified_memory:
-            _recover(model, executor, replanner, device, is_asked_for=config.recover_from_oom is True)
+            _recover(model, executor, replanner, device, config.recover_from_oom)
         _plan_now(replanner, model, given)
         handle = model.register_forward_pre_hook(replanner, prepend=True, with_kwargs=True)
         executor.on_detach(handle.remove)
@@ -124,13 +124,13 @@ def attach_saved(model: nn.Module, plan: Plan, config: Config, optimizer: Optimi
 
 
 def _recover(
-    model: nn.Module, executor: Executor, replanner: Replanner, device: torch.device, *, is_asked_for: bool
+    model: nn.Module, executor: Executor, replanner: Replanner, device: torch.device, extent: bool | str
 ) -> None:
     """From here on, steps that run out of memory are run again."""
     undo = contextlib.ExitStack()
     executor.on_detach(undo.close)
-    recovery = Recovery(executor, replanner, is_asked_for=is_asked_for)
-    if recovery.may_repeat:  # else spilling is the lesser evil
+    recovery = Recovery(executor, replanner, extent)
+    if recovery.may_repeat and recovery.repeats_backward:  # else spilling is the lesser evil
         reserving.refuse_to_spill(device, undo)
     recovery.attach(model, undo)
 

@@ -39,8 +39,8 @@ from memscale.techniques import technique_of
 
 _WORTH_WIDENING = 0.01
 """The share of a step that wider windows must promise to save, before plans with them are rehearsed."""
-_WORTH_COMING_NEARER = 0.02
-"""The same of weights that are fetched one layer ahead, not two."""
+_WORTH_COMING_NEARER = 0.1
+"""The same of weights that are fetched one layer ahead, not two: all that streams is tried anew for it."""
 MORE_BELOW = "the mode allows more, which this budget did not need and which was not looked into"
 
 

@@ -615,7 +615,7 @@ def loss_asked_after_its_backward(session: Session) -> Any:
         session.backward(step, loss)
         optimizer.step()
         optimizer.zero_grad()
-        seen.append((loss.item(), float(loss), loss.detach().clone().cpu(), str(loss.shape)))
+        seen.append((loss.item(), float(loss.detach()), loss.detach().clone().cpu(), str(loss.shape)))
     return seen
 
 

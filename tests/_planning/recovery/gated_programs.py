@@ -603,12 +603,33 @@ def host_batch_of_another_process(session: Session) -> Any:
 
 
 @program
+def output_written_past_autograd(session: Session) -> Any:
+    """A sigmoid has saved what it gave, and its backward uses what the loop has made of it."""
+
+    class Model(Body):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for block in self.blocks:
+                x = x + block(x)
+            return x.sigmoid()
+
+    model = session.wrap(Model())
+    losses = []
+    for step in range(NUM_STEPS):
+        output = session.forward(step, model, session.x(step))
+        output.data.mul_(0.5)
+        session.backward(step, output.sum())
+        losses.append(output.detach().cpu())
+    return losses
+
+
+@program
 def weights_behind_the_gate_moved_between(session: Session) -> Any:
     model = session.wrap(gated(lambda self, x: self.part(x), part=nn.Linear(16, 16)))
 
     def move() -> None:
         with torch.no_grad():
-            model.part.weight.mul_(0.5)
+            model.part.bias.mul_(0.5)  # the weight is needed in backward, where PyTorch refuses it by itself
 
     return stepped(session, model, move, lambda: None)
 
@@ -688,7 +709,7 @@ def hooks_of_an_optimizer(session: Session) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     norms: list[float] = []
     optimizer.register_step_pre_hook(lambda *_: norms.append(float(model.gate.grad.norm())))
-    optimizer.register_step_post_hook(lambda *_: norms.append(float(model.gate.norm())))
+    optimizer.register_step_post_hook(lambda *_: norms.append(float(model.gate.detach().norm())))
     return session.train(model, optimizer=optimizer), norms
 
 

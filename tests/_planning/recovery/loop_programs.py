@@ -1,7 +1,7 @@
 """Training programs that do something odd around, or inside, a model of plain code.
 
-Each is given a `Session` and gives what has been seen by its end. With `recover_from_oom=None`, a failing step must be
-repeated bit for bit or be refused with a sentence; there is no third way.
+Each is given a `Session` and gives what has been seen by its end. With `recover_from_oom="plain"`, a failing step must
+be repeated bit for bit or be refused with a sentence; there is no third way.
 """
 
 from __future__ import annotations

@@ -6,16 +6,20 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import memscale
 import simgpu
+from tests.parity import seed
 from tests.techniques.offload.runs import DEVICE
 
 NUM_STEPS = 4
-CONFIG = memscale.Config(enable_logging=False, mode="conservative", recover_from_oom=None)
+CONFIG = memscale.Config(enable_logging=False, mode="conservative", recover_from_oom="plain")
 """Models of plain code alone."""
+BY_DEFAULT = memscale.Config(enable_logging=False, mode="conservative")
+"""Of these, failing forwards alone."""
 
 OBSERVED: Any = object()
 """The sample of a model that does not run on fake tensors: it is planned from its first steps."""
@@ -32,7 +36,7 @@ class Session:
         self.models: list[nn.Module] = []
         self.before: list[torch.Tensor] = []
         """The weights before the step that fails."""
-        torch.manual_seed(1)
+        seed(1)
 
     def wrap(self, model: nn.Module, *, sample: Any = None) -> Any:
         model = model.to(DEVICE)
@@ -115,3 +119,28 @@ def is_same(first: Any, second: Any) -> bool:
     if isinstance(first, dict):
         return first.keys() == second.keys() and all(is_same(first[key], second[key]) for key in first)
     return bool(first == second)
+
+
+def cases(programs: dict[str, Any], quick: set[tuple[str, str]]) -> list[Any]:
+    """Each program with a failure in forward and in backward; `make test` runs the quick ones."""
+    pairs = [(name, where) for name in sorted(programs) for where in ("backward", "forward")]
+    return [pytest.param(*pair, marks=() if pair in quick else (pytest.mark.full,)) for pair in pairs]
+
+
+def refusal_unless_exact(
+    program: Callable[[Session], Any], fails_in: str, number: int, failing_step: int = NUM_STEPS - 1
+) -> str | None:
+    """What was said when the failing step was refused; None where it was repeated, and all is as without a failure."""
+    config = BY_DEFAULT if fails_in == "forward" else CONFIG
+    expected, weights, _, _ = ran(program, None, 0)
+    found, weights_now, said, _ = ran(program, fails_in, number, config, failing_step)
+    if said is None:
+        assert is_same(found, expected)
+        assert is_same(weights_now, weights)
+    return None if said is None else str(said)
+
+
+def is_explained(said: str) -> bool:
+    """Whether it is our error, with the reason, and not PyTorch's own. (A program may go back in what it calls its
+    forward.)"""
+    return "is not run again after this failure in " in said

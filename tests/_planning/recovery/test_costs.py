@@ -58,11 +58,11 @@ def refusal(model: nn.Module, ids: torch.Tensor) -> str:
 
 def test_models_that_may_keep_something_are_repeated_only_where_that_is_asked_for(simgpu_device: Any) -> None:
     """State can hide where nobody looks, and a training must not change in silence."""
-    assert not memscale.Config().recover_from_oom
+    assert memscale.Config().recover_from_oom == "forward"
     seed(1)
     model, ids = Keeping().to(DEVICE), tokens(0, SHAPE)
     model.kept = []
-    config = memscale.Config(enable_logging=False, recover_from_oom=None, mode="conservative")
+    config = memscale.Config(enable_logging=False, mode="conservative")
     memscale.wrap(model, config, ids)
     assert "only models of plain code are run again, and Keeping.kept is an object of list" in refusal(model, ids)
     memscale.detach(model)

@@ -15,9 +15,12 @@ outputs and their gradients up to `LARGEST_GRADIENT_BYTES`, goes to the host.
 NOTE [run twice]: after a failing forward nothing is known of what it would have given. So the forward is then run
 twice, and both must give the same bits: state that is not seen, and so not put back, shows itself. The second counts.
 
-NOTE [by default]: where nobody has asked for it (`recover_from_oom=None`), only steps of models are repeated whose code
-is seen to keep nothing before anything runs again (plain_code.py), and beside which nothing changes from step to step.
-All that is refused where it was asked for is refused there, too: two arguments that do not lean on each other.
+NOTE [by default]: where nobody has asked for it, only steps of models are repeated whose code is seen to keep nothing
+before anything runs again (plain_code.py), and beside which nothing changes from step to step. All that is refused
+where it was asked for is refused there, too: two arguments that do not lean on each other. And only failures in
+**forward** are: between a forward and its backward the loop may write to weights without a trace
+(`weight.data.mul_(0.5)`, a kernel of an extension), and where a gate is zero no output tells of that. Until a forward
+has failed, only its own code ran.
 
 NOTE [what is not repeated]: where the repetition might not be exact, the error is raised with the reason: the loss
 reaches parameters beside the model's output, or its own backward ran out of memory; the forward uses parameters that
@@ -56,6 +59,7 @@ from memscale._planning.recovery.plain_code import PlainModel
 from memscale._planning.recovery.repeated_step import (
     FIXED,
     Attributes,
+    OpenOutputs,
     Step,
     gradients_of,
     is_given_back,
@@ -69,6 +73,7 @@ from memscale._planning.recovery.repeated_step import (
     refuse_other_outputs,
     refuse_other_values,
     refuse_unused_outputs,
+    refuse_written_outputs,
     shown_values,
     without_gradient,
 )
@@ -92,6 +97,10 @@ logger = logging.getLogger("memscale")
 
 _TIGHTER = 0.9
 """The share of its predicted peak within which a plan must fit that takes the place of one which ran out of memory."""
+_ONLY_FORWARDS = (
+    "what a loop has written to weights since the forward cannot always be seen, so a failing backward is repeated "
+    'only where that is asked for (recover_from_oom="plain" or True)'
+)
 
 
 def _same(leaf: Any) -> Any:
@@ -101,9 +110,11 @@ def _same(leaf: Any) -> Any:
 class Recovery:
     """Runs the steps of one model again that ran out of memory."""
 
-    def __init__(self, executor: Executor, replanner: Replanner, *, is_asked_for: bool = True) -> None:
-        """`is_asked_for`: also for models that are not of plain code. See NOTE [by default]."""
-        self._is_asked_for = is_asked_for
+    def __init__(self, executor: Executor, replanner: Replanner, extent: bool | str = True) -> None:
+        """`extent`: `Config.recover_from_oom`. See NOTE [by default]."""
+        self._is_asked_for = extent is True
+        """Steps of models that are not of plain code are run again, too."""
+        self.repeats_backward = extent != "forward"
         self._plain: PlainModel | None = None
         self._executor = executor
         self._replanner = replanner
@@ -114,8 +125,8 @@ class Recovery:
         self._raw: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         """What the forward that begins was called with."""
         self._is_again = False
-        self._is_second = False
-        """The forward that begins, or runs, is the second one before a backward."""
+        self._open = OpenOutputs()
+        """What earlier forwards under autocast have returned, until their backward comes."""
         self._outputs_again: list[Any] | None = None
         self._lowest: Plan | None = None
         """A plan for which a tighter one was looked for in vain."""
@@ -123,7 +134,7 @@ class Recovery:
         """The plan under which the latest step ran out of memory and was not run again."""
         self._hindrance: str | None = None
         """Why no step of this model is run again, whatever happens. Nothing is noted then."""
-        if not is_asked_for:
+        if not self._is_asked_for:
             self._hindrance = _why_not_plain(executor.model)
 
     @property
@@ -138,7 +149,7 @@ class Recovery:
         undo.callback(model.register_forward_hook(_Returned(self)).remove)
         rescue_with(self, self, model, undo)
         watch_plain_steps(model, undo)
-        if self.may_repeat:
+        if self.may_repeat and self.repeats_backward:
             undo.callback(weakref.finalize(model, STEPS.watch()))  # a fused step between a forward and its backward
         undo.callback(self._forget)
 
@@ -158,7 +169,6 @@ class Recovery:
 
     def called(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._is_again:
-            self._is_second = self._step is not None
             self._step = None
             self._raw = (args, kwargs) if self._repeats(model) else None
 
@@ -247,9 +257,12 @@ class Recovery:
 
     def _refuse_shared_casts(self) -> None:
         """Autocast has cast the weights once for two forwards, so that their gradients are added before the cast."""
-        kinds = {"cpu", *(device.type for device in self.devices())}
-        if self._is_second and torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, kinds)):
+        if self._open and self._shares_casts():
             raise NotRepeatable("it is the second forward before a backward, and may share casts of the weights")
+
+    def _shares_casts(self) -> bool:
+        kinds = {"cpu", *(device.type for device in self.devices())}
+        return torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, kinds))
 
     def _can_be_put_back(self, step: Step) -> bool:
         """Whether all that a repeated forward changed is known to change, so that it can run once more."""
@@ -285,30 +298,34 @@ class Recovery:
             return inner()(*args, **kwargs)
         except torch.OutOfMemoryError as error:
             failure = error.with_traceback(None)
-        raise self._refusal(failure, "forward")
+        raise self._refusal(failure, "forward", self._hindrance)
 
-    def _refusal(self, failure: torch.OutOfMemoryError, where: str) -> torch.OutOfMemoryError:
-        said = f"The batch is not run again after this failure in {where}: {self._hindrance}"
+    def _refusal(self, failure: torch.OutOfMemoryError, where: str, why: str | None) -> torch.OutOfMemoryError:
+        said = f"The batch is not run again after this failure in {where}: {why}"
         return in_numbers(failure, said, self._numbers())
 
     def _remember(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The forward has succeeded; its backward may not."""
-        step.args, step.kwargs = args, kwargs
         try:
             self._state.after(step.memory)
         except RuntimeError as error:
             step.problem = str(error)
+        self._beside.after(step.taken)
+        if self.repeats_backward:
+            self._await_backward(step, args, kwargs)
+        num_elements = num_elements_in(step.memory.attributes.values(), MOST_NOTED)
+        if num_elements > MOST_NOTED:
+            self._give_up(f"its forward changes attributes that hold more than {MOST_NOTED:,} elements")
+
+    def _await_backward(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        step.args, step.kwargs = args, kwargs
         if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves((args, kwargs))):
             step.problem = "an input of the model needs a gradient itself"
         if step.has_changed:
             step.problem = "the forward wrote to its input"
-        self._beside.after(step.taken)
         step.note_inputs()
         step.attributes = Attributes(self._executor.model, step.memory)
         self._step = step
-        num_elements = num_elements_in(step.memory.attributes.values(), MOST_NOTED)
-        if num_elements > MOST_NOTED:
-            self._give_up(f"its forward changes attributes that hold more than {MOST_NOTED:,} elements")
 
     def _prepare(self, model: nn.Module, step: Step, inputs: Inputs, failure: Exception, where: str) -> None:
         """All that the failed attempt made is released, and the model is as it was before, under a tighter plan."""
@@ -419,6 +436,8 @@ class Recovery:
         if self._is_again:
             self._outputs_again = tree_leaves(output)
             return
+        if self.may_repeat and torch.is_grad_enabled() and self._shares_casts():
+            self._open.add(tree_leaves(output))
         if self._step is not None:
             self._step.await_gradients(tree_leaves(output))
 
@@ -439,8 +458,9 @@ class Recovery:
 
     def _rescue(self, call: BackwardCall, error: torch.OutOfMemoryError) -> bool:
         step = self._step
-        if self._hindrance is not None and is_of_model(call, self._executor.model):
-            raise self._refusal(error, "backward")
+        hindrance = self._hindrance if self.repeats_backward else self._hindrance or _ONLY_FORWARDS
+        if hindrance is not None and is_of_model(call, self._executor.model):
+            raise self._refusal(error, "backward", hindrance)
         if step is None or self._is_again or self._executor.is_orphaned:
             return False
         self._step = None
@@ -456,6 +476,7 @@ class Recovery:
             refuse_hooks(model, step)
             refuse_hooked_nodes(call)
             refuse_unused_outputs(call, step)
+            refuse_written_outputs(step)
             gradients = gradients_of(step, reached)
             rest = without_gradient(model, step)
             if call.had_inner_passes and rest is not None:

@@ -78,6 +78,8 @@ class Step:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     outputs: list[weakref.ref[torch.Tensor]] = dataclasses.field(default_factory=list)
+    output_places: list[int] = dataclasses.field(default_factory=list)
+    """Theirs."""
     gradients: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     """Those that have come to its outputs, by the outputs' places."""
     values: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
@@ -148,6 +150,7 @@ class Step:
                 places = private.mark_of(leaf.grad_fn, _MARK) or {}
                 private.mark_node(leaf.grad_fn, _MARK, {**places, place: weakref.ref(self)})
                 self.outputs.append(weakref.ref(leaf))
+                self.output_places.append(place)
                 if (value := _on_host(leaf)) is not None:
                     self.values[place] = value
                 leaf.register_hook(_Arrived(weakref.ref(self), place))
@@ -233,6 +236,36 @@ class _Arrived:
             step.gradients[self._place] = copy
 
 
+class OpenOutputs:
+    """What forwards have returned whose backward has not come: true while there is any whose graph lives."""
+
+    def __init__(self) -> None:
+        self._open: weakref.WeakSet[_Open] = weakref.WeakSet()
+
+    def __bool__(self) -> bool:
+        return len(self._open) > 0
+
+    def add(self, leaves: list[Any]) -> None:
+        for leaf in leaves:
+            if type(leaf) is torch.Tensor and leaf.grad_fn is not None:
+                hook = _Open(self._open)
+                leaf.register_hook(hook)
+                self._open.add(hook)
+
+
+class _Open:
+    """Hangs on an output, and lives as long as its graph does."""
+
+    __torch_unserializable__ = True
+    """Whoever saves an output need not be warned of it either."""
+
+    def __init__(self, opened: weakref.WeakSet[_Open]) -> None:
+        self._opened = opened
+
+    def __call__(self, gradient: torch.Tensor | None) -> None:
+        self._opened.discard(self)
+
+
 def _on_host(tensor: torch.Tensor) -> torch.Tensor | None:
     """A copy that is on its way to the host, in the order of the device's work; None if it would be large."""
     if tensor.layout is not torch.strided or tensor.nbytes > LARGEST_GRADIENT_BYTES:
@@ -314,15 +347,28 @@ def refuse_unused_outputs(call: BackwardCall, step: Step) -> None:
         raise NotRepeatable("the model returned a tensor that this loss does not use, and another one may")
 
 
+def refuse_written_outputs(step: Step) -> None:
+    """The graph may have saved what it gives: where the loop has written to that (through `.data`, or a version would
+    tell), the first backward used it as it is now."""
+    for reference, place in zip(step.outputs, step.output_places, strict=True):
+        output = reference()
+        if output is not None and place in step.values and not _is_same(step.values[place], output.detach().cpu()):
+            raise NotRepeatable("an output of the model was written to after its forward")
+
+
 def refuse_hooks(model: nn.Module, step: Step) -> None:
     """Hooks of the loop's own see the failed attempt, or are not there in the second."""
     outputs = [output for reference in step.outputs if (output := reference()) is not None]
-    if any(len(output._backward_hooks or ()) > 1 or output.retains_grad for output in outputs):
+    if any(_has_other_hooks(output) or output.retains_grad for output in outputs):
         raise NotRepeatable("an output of the model has hooks of the loop's own, or keeps its gradient")
     if any(_is_awaited(value) for value in Layout(model).read() or ()):
         raise NotRepeatable("a tensor that the model keeps as an attribute has hooks, or keeps its gradient")
     if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters()):
         raise NotRepeatable("parameters have hooks that use their gradients during backward")
+
+
+def _has_other_hooks(output: torch.Tensor) -> bool:
+    return any(type(hook) not in (_Arrived, _Open) for hook in (output._backward_hooks or {}).values())
 
 
 def refuse_hooked_nodes(call: BackwardCall) -> None:

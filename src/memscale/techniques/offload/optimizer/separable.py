@@ -161,6 +161,15 @@ def put_in_order(optimizer: Optimizer, before: set[Any]) -> None:
         state[parameter] = state.pop(parameter)
 
 
+def _with_counter_beside(parameter: torch.Tensor, values: dict[Any, Any]) -> dict[Any, Any]:
+    """A checkpoint that was read with `map_location=` the device has its counters there, and `load_state_dict` leaves
+    them: beside a parameter that is stepped on the host PyTorch's kernels refuse them."""
+    counter = values.get("step") if parameter.device.type == "cpu" else None
+    if not isinstance(counter, torch.Tensor) or counter.device.type == "cpu":
+        return values
+    return {**values, "step": counter.to("cpu")}
+
+
 class SplitStep:
     """One step in parts, of the parameters that have a gradient now, or of those that `is_stepped` names."""
 
@@ -188,7 +197,10 @@ class SplitStep:
         owners = {stand_ins.get(id(parameter), parameter): parameter for parameter in parameters}
         chosen = {id(parameter): stepped for stepped, parameter in owners.items()}
         groups = [self._reduced(index, chosen) for index in range(len(self._optimizer.param_groups))]
-        known = {chosen[id(parameter)]: values for parameter, values in state.items()}
+        known = {
+            (stepped := chosen[id(parameter)]): _with_counter_beside(stepped, values)
+            for parameter, values in state.items()
+        }
         stand_in = shadow(self._optimizer, groups, {**known, **_shared_state(self._optimizer)})
         before = _shared_values(stand_in)
         self.returned = self._step(stand_in, *args, **kwargs)
