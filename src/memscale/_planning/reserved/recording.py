@@ -45,6 +45,7 @@ from memscale._planning.reserved.event_recorder import EventRecorder, LogRecorde
 from memscale._planning.reserved.known_passes import KnownPasses, Passed, gradients_of, made_again
 from memscale._planning.reserved.left_gradients import LeftGradients
 from memscale._planning.reserved.lengthened import Mark, lengthened
+from memscale._planning.reserved.shared_out import SharedOut, step_one_by_one
 from memscale._profile import Segment, StepTrace
 from memscale._profile.optimizer_twin import optimizer_over
 from memscale._profile.rehearsal import Attach, Detachable, FakeRehearsal, left_autocast, loss_of, run_backward
@@ -110,10 +111,12 @@ def record_steps(
     with contextlib.ExitStack() as undo:
         undo.enter_context(rehearsal.stage())
         undo.callback(setattr, recorder, "log", None)  # what dies later is no part of a step
+        if rehearsal.sharding is not None:
+            recorder.shared = SharedOut(rehearsal, log, rehearsal.sharding)
         _see_what_is_there(rehearsal, recorder, inputs_first=beginning.inputs_first)
         log.origins = _origins(rehearsal, log)
         log.arrivals = beginning.arrivals
-        if names_modules:
+        if names_modules or recorder.shared is not None:
             _watch_modules(rehearsal, recorder, undo)
         stand_ins = dict(zip(map(id, model.parameters()), rehearsal.model.parameters(), strict=True))
         missing = _Missing(rehearsal, recorder, shortcuts.cuts, undo, under.rules)
@@ -136,6 +139,10 @@ def _see_what_is_there(rehearsal: FakeRehearsal, recorder: EventRecorder, *, inp
     if inputs_first:
         _see_inputs(rehearsal, recorder)
     recorder.events.place = Place("parameters")
+    if recorder.shared is not None:
+        recorder.shared.take_shares()
+        with recorder.without_log():
+            recorder.see_all(list(rehearsal.model.parameters()), "parameters")
     recorder.see_all([list(rehearsal.model.parameters()), list(rehearsal.model.buffers())], "parameters")
     if not inputs_first:
         _see_inputs(rehearsal, recorder)
@@ -324,7 +331,11 @@ def _optimizer_on(
     if optimizer == "none":
         return None
     with private.without_function_modes():
+        if recorder.shared is not None:
+            stand_ins = recorder.shared.shares_of(stand_ins)
         stepping = optimizer_over(stand_ins, model, optimizer, rehearsal.target_type)
+        if recorder.shared is not None:
+            step_one_by_one(stepping, optimizer)
         ids = {id(copy): original for original, copy in stand_ins.items()}
         forgets = rehearsal.emulates_gpu
         return SteppedOptimizer(stepping, ids, recorder.events, away, rules, forgets=forgets, known=known)
@@ -378,6 +389,8 @@ class _Parts:
             is_learnt = lesson is not None and lesson.is_learnt
             with left_autocast(self._rehearsal.device_type):
                 missing.make_gradients()
+                if recorder.shared is not None:
+                    recorder.shared.make_gradients(recorder)
                 stepped = self._step(1 if is_learnt or self._leaving is not None else num_steps)
         ended, let_go = log.begin_step(), recorder.storages.begin_step()
         del loss
@@ -414,6 +427,8 @@ class _Parts:
         return self._whole(passed, stepped, ended)
 
     def _clear_gradients(self) -> None:
+        if self._recorder.shared is not None:
+            self._recorder.shared.clear_gradients()
         for parameter in self._rehearsal.model.parameters():
             parameter.grad = None
 
@@ -466,6 +481,8 @@ class _Parts:
 def _pass_through(rehearsal: FakeRehearsal, recorder: EventRecorder) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Forward and backward of a batch; what the loop keeps of its output, and the loss."""
     recorder.move_to("forward", "", 0)
+    if recorder.shared is not None:
+        recorder.shared.begin_forward()
     torch.clear_autocast_cache()  # as at the beginning of the user's autocast
     earlier = _stand_ins_of_outputs(rehearsal)
     output = rehearsal.model(*rehearsal.inputs.args, **rehearsal.inputs.kwargs)
@@ -475,6 +492,8 @@ def _pass_through(rehearsal: FakeRehearsal, recorder: EventRecorder) -> tuple[li
     recorder.move_to("backward", "", -1)
     recorder.thread = "backward"
     run_backward(loss, rehearsal.device_type)
+    if recorder.shared is not None:
+        recorder.shared.end_backward()
     recorder.thread = "forward"
     return kept, loss
 
