@@ -34,8 +34,10 @@ def build(way: str, num_ranks: int) -> nn.Module:
         replica = DistributedDataParallel(GPT2LMHeadModel(config).to("cuda"), device_ids=[0])
         replica.register_comm_hook(None, _send_nothing)  # the group without others has no answer of its own
         return replica
-    with torch.device("meta" if way == "fsdp2" else "cuda"):
+    with torch.device("meta" if way == "fsdp2" else "cpu"):
         model = GPT2LMHeadModel(config)
+    if way == "fsdp2-whole":
+        model.to("cuda")
     mesh = init_device_mesh("cuda", (num_ranks,))
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh)
