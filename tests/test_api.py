@@ -72,9 +72,12 @@ def test_what_to_do_with_the_object_of_a_known_package_is_said() -> None:
         "transformers": "Known of transformers: wrap the model, or the Trainer that has it",
     }.items():
         target = type("Known", (), {"__module__": f"{package}.inside"})()
+        theirs = type("Theirs", (type(target),), {"__module__": "program"})()
         for verb in (memscale.wrap, memscale.estimate):
             with pytest.raises(TypeError, match=said):
                 verb(target)
+            with pytest.raises(TypeError, match=said.replace("Known of", "Theirs of")):
+                verb(theirs)
     with pytest.raises(TypeError, match="the class Mlp: make an instance of it"):
         memscale.wrap(Mlp)
 

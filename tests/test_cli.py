@@ -237,6 +237,14 @@ def test_estimate_of_ranks_counts_buckets_or_shares(shell: Shell, model_file: st
     assert alone["optimizer"] / 8 <= share["optimizer"] < alone["optimizer"] / 7  # small tensors are rounded up
 
 
+def test_what_is_reserved_for_shares_is_predicted(shell: Shell, model_file: str) -> None:
+    asked = ("estimate", f"{model_file}:build", "--gpu", "RTX 3090", "--mode", "conservative", "--world-size", "8")
+    text = shell(*asked, "--fsdp")
+    assert "and reserves" in text
+    assert "is not predicted" not in text
+    assert json.loads(shell(*asked, "--fsdp", "--json"))["estimate"]["baseline_reserved_bytes"] > 0
+
+
 def test_one_rank_is_a_plain_model(shell: Shell, model_file: str) -> None:
     """Nothing is shared out, and what is reserved is predicted as ever."""
     asked = ("estimate", f"{model_file}:build", "--gpu", "T4", "--mode", "conservative")

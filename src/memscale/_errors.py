@@ -62,10 +62,10 @@ def no_model(target: object) -> str:
     """What came in the place of a model, for a `TypeError`; and what to do instead, where that is known."""
     if isinstance(target, type):
         return f"the class {target.__name__}: make an instance of it"
-    name, package = type(target).__name__, type(target).__module__.partition(".")[0]
-    if package not in _INSTEAD:
-        return name
-    return f"{name} of {package}: {_INSTEAD[package]}"
+    name = type(target).__name__
+    packages = (base.__module__.partition(".")[0] for base in type(target).__mro__)
+    package = next((package for package in packages if package in _INSTEAD), None)
+    return name if package is None else f"{name} of {package}: {_INSTEAD[package]}"
 
 
 def install_command(extra: str) -> str:

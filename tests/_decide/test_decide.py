@@ -222,6 +222,14 @@ def test_a_technique_that_is_off_is_named_but_not_promised() -> None:
         decide(PROFILE, resolve(with_budget(BASELINE / 2, enable_checkpointing=False), HARDWARE))
 
 
+def test_what_is_exact_up_to_the_order_of_summation_is_named_so() -> None:
+    config = with_budget(BASELINE / 2, enable_checkpointing=False, enable_tiling=False)
+    with pytest.raises(
+        DoesNotFitError, match=r"enable_checkpointing and .*enable_tiling \(up to the order of summation\)"
+    ):
+        decide(PROFILE, resolve(config, HARDWARE))
+
+
 def test_no_batch_is_small_enough_for_the_parameters() -> None:
     with pytest.raises(DoesNotFitError) as caught:
         decide(PROFILE, resolve(with_budget(10 * MB), HARDWARE))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader
 import memscale
 from memscale._plan import Checkpoint, StreamParameters
 from memscale._plan import MixedPrecision as MixedPrecision16
+from memscale.integrations import huggingface
 from memscale.integrations.lightning import MemScaleCallback
 from tests.models import WIDTH, Chain, HostDropout, TwoLinears, features, square_loss
 from tests.techniques.offload.runs import DEVICE
@@ -358,6 +360,8 @@ def test_several_modules_are_named(tmp_path: pathlib.Path) -> None:
     spy = Spy()
     fit(Gan, tmp_path, MemScaleCallback(FORCED, module="other"), spy)
     assert spy.planned == ["other"]
+    assert "memscale_peak_gb" in spy.logged
+    assert not beside_a_part & spy.logged.keys(), "what is called before the chosen one is not counted, either"
 
 
 def test_a_module_that_is_not_there(tmp_path: pathlib.Path) -> None:
@@ -365,6 +369,26 @@ def test_a_module_that_is_not_there(tmp_path: pathlib.Path) -> None:
         fit(OfPart, tmp_path, MemScaleCallback(FORCED, module="nett"))
     with pytest.raises(TypeError, match=r"memscale\.Config or None, not dict"):
         MemScaleCallback({})  # type: ignore[arg-type]
+
+
+class OfOne(Gan):
+    def called(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x).sum()
+
+
+def test_a_part_that_is_not_called_is_named_with_what_is(tmp_path: pathlib.Path) -> None:
+    spy = Spy()
+    with pytest.warns(UserWarning, match=r"module='other'\) planned nothing: .* did not call other .*, but net\."):
+        fit(OfOne, tmp_path, MemScaleCallback(FORCED, module="other"), spy)
+    assert not spy.logged.keys() & {"memscale_peak_gb", "memscale_reduction"}
+
+
+def test_a_callback_of_the_other_framework_is_refused_with_the_right_one(tmp_path: pathlib.Path) -> None:
+    arguments = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    with pytest.raises(TypeError, match=r"for Lightning's Trainer\. .*integrations\.huggingface\.MemScaleCallback"):
+        transformers.Trainer(TwoLinears(), arguments, callbacks=[MemScaleCallback()])
+    with pytest.raises(TypeError, match=r"for the Trainer of transformers\. .*integrations\.lightning\.MemScale"):
+        fit(OfPart, tmp_path, huggingface.MemScaleCallback())  # type: ignore[arg-type]
 
 
 class OneByOne(OfPart):

@@ -40,9 +40,6 @@ def explain_misfit(
     takes without any activations, where that is too much already.
     """
     peak, budget = plan.predicted_peak_bytes, plan.budget_bytes
-    # What no mode turns on is not for everybody.
-    exact = dict.fromkeys(technique.switch for technique in TECHNIQUES if technique.is_exact and technique.modes)
-    switched_off = " and ".join(switch for switch in exact if not getattr(config, switch))
     reserved = plan.predicted_reserved_bytes
     batch = _batch_of(profile)
     if smaller is None:
@@ -57,8 +54,17 @@ def explain_misfit(
         f"the budget is {show_bytes(budget)}. To fit, {' or '.join(remedies)}."
         + (f" Sizes that were rehearsed: {tried}{'' if smaller else '; none of them fits'}." if tried else "")
         + (f" {ALONE} {show_bytes(least_bytes)}: no smaller batch fits." if least_bytes else "")
-        + (f" Exact techniques that are switched off: {switched_off}." if switched_off else "")
+        + _switched_off(config)
     )
+
+
+def _switched_off(config: Config) -> str:
+    """What could still be turned on without rounding anything. What no mode turns on is not for everybody."""
+    exact = [technique for technique in TECHNIQUES if technique.is_exact and technique.modes]
+    switches = dict.fromkeys(technique.switch for technique in exact if not getattr(config, technique.switch))
+    reordering = {technique.switch for technique in exact if technique.reorders_sums}
+    named = [f"{switch} (up to the order of summation)" if switch in reordering else switch for switch in switches]
+    return f" Exact techniques that are switched off: {' and '.join(named)}." if named else ""
 
 
 def _batch_of(profile: Profile) -> int:

@@ -61,6 +61,7 @@ from memscale._planning.reserved.recording import (
     record_steps,
     rehearse_lengthened,
 )
+from memscale._planning.reserved.shared_out import knows_shares
 from memscale._planning.stage import Stage
 from memscale._planning.taught import Taught
 from memscale._planning.trials import Trials
@@ -290,11 +291,18 @@ class OneWay(Trials):
 
     @property
     def _has_log(self) -> bool:
-        """Whether there is an allocator whose model can be fed: what gathering allocates, and when, is in no log."""
-        return self.hardware.has_caching_allocator and self.rehearsal.sharding is None
+        """Whether there is an allocator whose model can be fed; for sharded models see `SharedOut`."""
+        return self.hardware.has_caching_allocator and (self._is_whole or knows_shares(self.rehearsal))
+
+    @property
+    def _is_whole(self) -> bool:
+        """Each rank has all of the model."""
+        return self.rehearsal.sharding is None
 
     def _asking(self, held: Held, actions: tuple[Action, ...], eligible: Eligible) -> Held:
         """What is held with what a plan may ask of the allocator before it is given up for another."""
+        if not self._is_whole:
+            return held  # ranks ask the allocator for nothing
         if eligible.config.force_optimize:
             return self._leaner(held, actions, eligible)
         return held if eligible.has_room_for(held) else self._leaner(held, actions, eligible, releases=False)
@@ -372,7 +380,8 @@ class OneWay(Trials):
             logger.debug("what is reserved is not predicted: %s", quoted(error), exc_info=True)
             self.stage.held[key] = None
             return
-        self.stage.rehearsed.setdefault(key, highest_of(log.levels))
+        if self._is_whole:
+            self.stage.rehearsed.setdefault(key, highest_of(log.levels))
         self._last_log = key, log
         with stage("playing the caching allocator"):
             workspace_bytes = self.hardware.workspace_bytes
@@ -434,8 +443,10 @@ class OneWay(Trials):
                 early=planned_step(attached).early,
                 late=planned_step(attached).late,
             ),
-            # Passes know nothing of what waits between steps.
-            shortcuts=Shortcuts(cuts=cuts, known=self.stage.known_steps, passes=self.stage.passes(key)),
+            # Passes know nothing of what waits between steps, nor of shares.
+            shortcuts=Shortcuts(
+                cuts=cuts, known=self.stage.known_steps, passes=self.stage.passes(key) if self._is_whole else None
+            ),
             hardware=self.hardware,
             names_modules=names_modules,
             beginning=self._beginning,
@@ -494,7 +505,7 @@ class OneWay(Trials):
     def _start(self) -> Start:
         """What steps begin with: memory as it is where a step has begun; else which weights were placed under other
         settings, or may have been (NOTE [two starts] in allocations.py), or what workspaces keep."""
-        if not self.hardware.present:
+        if not self.hardware.present or not self._is_whole:
             return None
         found, device_type = None, self.hardware.device_type
         if self.rehearsal.holds_gradients and not self.rehearsal.leaves_gradients and not self._has_state:

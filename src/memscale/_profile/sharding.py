@@ -21,6 +21,9 @@ from torch import nn
 from memscale._profile import Segment, StepTrace
 from memscale._torch import private
 
+REST = ""
+"""The name of what is in no unit but the model's own."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unit:
@@ -45,6 +48,9 @@ class Sharding:
     units: Mapping[str, Unit]
     """The unit of each block, by the block's name."""
     rest: Unit
+    names: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    """The names of the parameters of each unit, and of `REST`; empty where a step is not known allocation by
+    allocation."""
 
     @property
     def parameter_bytes(self) -> int:
@@ -137,14 +143,18 @@ def share_rows(parameter: torch.Tensor, num_shards: int) -> int:
 
 def sharding_of(model: nn.Module, blocks: Iterable[str], num_shards: int) -> Sharding:
     """How `fully_shard` has shared the model out; else how it would, called on each block and on the model."""
-    names = list(blocks)
-    members: dict[str, list[torch.Tensor]] = {name: [] for name in names}
-    rest: list[torch.Tensor] = []
+    members: dict[str, list[str]] = {name: [] for name in blocks}
+    rest: list[str] = []
     whole = private.unsharded_between(model)
-    for name, parameter in model.named_parameters():
-        inside = next((block for block in names if name.startswith(f"{block}.")), None)
+    named = dict(model.named_parameters())
+    for name in named:
+        inside = next((block for block in members if name.startswith(f"{block}.")), None)
         stays = any(name.startswith(f"{part}.") for part in whole)
-        (rest if inside is None or stays else members[inside]).append(parameter)
-    shared = {id(p) for p in rest}
-    units = {name: Unit.of([p for p in own if id(p) not in shared], num_shards) for name, own in members.items() if own}
-    return Sharding(num_shards, units, Unit.of(rest, num_shards))
+        (rest if inside is None or stays else members[inside]).append(name)
+    units = {block: Unit.of([named[name] for name in own], num_shards) for block, own in members.items() if own}
+    sharding = Sharding(num_shards, units, Unit.of([named[name] for name in rest], num_shards))
+    called_on = private.fully_sharded(model)
+    if whole or private.gathers_otherwise(model) or (called_on and called_on.keys() != {REST, *units}):
+        return sharding
+    names = {REST: tuple(rest), **{block: tuple(own) for block, own in members.items() if own}}
+    return dataclasses.replace(sharding, names=names)

@@ -98,7 +98,8 @@ def _print_estimate(subject: Subject, result: Estimate, together: Together, *, a
     num_parameters = sum(parameter.numel() for parameter in subject.model.parameters())
     data = {"model": name, "num_parameters": num_parameters, "estimate": result}
     print_result(data, terminal.estimate_lines(name, num_parameters, hardware, result), as_json=as_json)
-    if together.fsdp and not together.is_alone and hardware.has_caching_allocator and not as_json:
+    is_open = hardware.has_caching_allocator and result.baseline_reserved_bytes is None
+    if together.fsdp and not together.is_alone and is_open and not as_json:
         print("What PyTorch reserves for it is not predicted: whether it fits is said of live bytes alone.")
 
 

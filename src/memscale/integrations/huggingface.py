@@ -344,6 +344,23 @@ class MemScaleCallback(_Callback):
             self.plan = executor.plan
             executor.detach()
 
+    state_key = "MemScaleCallback"
+    """Lightning's Trainer asks for it before `setup`."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """The first event of Lightning's Trainer, which takes another callback.
+
+        Raises:
+            TypeError: Always: it says what that trainer takes.
+        """
+        raise TypeError(
+            "memscale.integrations.huggingface.MemScaleCallback is for the Trainer of transformers. Give Lightning's "
+            "memscale.integrations.lightning.MemScaleCallback(config)"
+        )
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Lightning tells of what `setup` has raised."""
+
 
 class _Train:
     """Stands in for `trainer.train`: knows from where it resumes, and leaves no measurement open if it fails."""

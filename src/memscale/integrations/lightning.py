@@ -79,6 +79,19 @@ class MemScaleCallback(Callback):  # type: ignore[misc]  # lightning is not foll
         """A training step calls trained modules that no plan counts."""
         self._loaded: dict[str, Any] = {}
 
+    # ---- events of the Trainer of transformers, which takes another callback
+
+    def on_init_end(self, *args: Any, **kwargs: Any) -> None:
+        """The first event of that trainer.
+
+        Raises:
+            TypeError: Always: it says what that trainer takes.
+        """
+        raise TypeError(
+            "memscale.integrations.lightning.MemScaleCallback is for Lightning's Trainer. Give that of transformers "
+            "memscale.integrations.huggingface.MemScaleCallback(config), or wrap it: memscale.wrap(trainer, config)"
+        )
+
     # ---- Lightning's events
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -178,11 +191,12 @@ class _Search(OwnHook):
     ) -> None:
         self._callback, self._trainer = callback, trainer
         self._names = {id(module): name for name, module in pl_module.named_modules()}
+        self._chosen = _part(pl_module, module_fqn) if module_fqn is not None else None
         self._found: nn.Module | None = None
         self._others: list[nn.Module] = []
         """What is called besides, without its parts."""
         self._undo = contextlib.ExitStack()
-        for module in [_part(pl_module, module_fqn)] if module_fqn is not None else pl_module.modules():
+        for module in pl_module.modules():
             if any(parameter.requires_grad for parameter in module.parameters()):
                 keep_copies_clean(module, self._undo)
                 handle = module.register_forward_pre_hook(self, prepend=True, with_kwargs=True)
@@ -191,11 +205,30 @@ class _Search(OwnHook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_redirected(module) or not (module.training and torch.is_grad_enabled()):
             return
-        if self._found is None:
+        if self._found is None and (self._chosen is None or module is self._chosen):
             self._found = module  # before planning, which runs copies of it
             self._callback.attach_inside(self._trainer, module, args, kwargs)
-        elif not any(part is module for whole in (self._found, *self._others) for part in whole.modules()):
+        elif not self._is_known(module):
             self._others.append(module)
+
+    def _is_known(self, module: nn.Module) -> bool:
+        """Whether this is a part of what was called before or is planned, or calls what was chosen."""
+        if self._chosen is not None and any(part is self._chosen for part in module.modules()):
+            return True
+        whole = (self._found if self._chosen is None else self._chosen, *self._others)
+        return any(part is module for each in whole if each is not None for part in each.modules())
+
+    def _why_nothing(self, name: str) -> str:
+        how = "It must call the module (self.net(x)), not its forward (self.net.forward(x))."
+        if self._chosen is None:
+            called = f"training_step of {name} called no module with trained parameters in training mode"
+            return f"MemScaleCallback planned nothing: {called}. {how}"
+        chosen = self._names[id(self._chosen)]
+        others = ", ".join(self._names[id(module)] or name for module in self._others)
+        return (
+            f"MemScaleCallback(module={chosen!r}) planned nothing: training_step of {name} did not call {chosen} in "
+            f"training mode with trained parameters, {f'but {others}' if others else 'nor any other module'}. {how}"
+        )
 
     @property
     def found_others(self) -> bool:
@@ -210,12 +243,8 @@ class _Search(OwnHook):
         self.stop()
         name = type(trainer.lightning_module).__name__
         if self._found is None:
-            warnings.warn(
-                f"MemScaleCallback planned nothing: training_step of {name} called no module with trained parameters "
-                "in training mode. It must call the module (self.net(x)), not its forward (self.net.forward(x)).",
-                stacklevel=2,
-            )
-        elif self._others:
+            warnings.warn(self._why_nothing(name), stacklevel=2)
+        elif self._others and self._chosen is None:
             found = self._names[id(self._found)] or name
             also = ", ".join(self._names[id(module)] for module in self._others)
             warnings.warn(

@@ -174,6 +174,8 @@ class Technique:
     """It is about whole blocks, about parts of them, or about the run."""
     is_exact: bool = True
     """Up to the order of summation; False where numbers are rounded that would not be."""
+    reorders_sums: bool = False
+    """It is exact up to the order of summation: sums are taken in pieces, so last bits may differ."""
     travels: bool = False
     """Because of it tensors go to the next tier and come back."""
     changes_loop: bool = False

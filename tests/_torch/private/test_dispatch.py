@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -262,6 +263,42 @@ def test_what_an_operator_is_written_in_is_cast_as_without_a_mode(enabled: bool)
             twice = written_in_others(x)
     assert torch.equal(below, plain)
     assert torch.equal(twice, plain)
+
+
+def _bilinear() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    left, right, weight = (torch.randn(size, generator=generator) for size in ((8, 16), (8, 16), (4, 16, 16)))
+    weight.requires_grad_()
+    torch.nn.functional.bilinear(left, right, weight).square().sum().backward()
+    assert weight.grad is not None
+    return weight.grad
+
+
+def _pinv() -> torch.Tensor:
+    matrix = torch.randn(16, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    torch.linalg.pinv(matrix).square().sum().backward()
+    assert matrix.grad is not None
+    return matrix.grad
+
+
+@pytest.mark.parametrize("gradient_of", [_bilinear, _pinv])
+def test_operators_of_pytorch_that_are_cast_inside_are_so_below_a_mode(gradient_of: Callable[[], torch.Tensor]) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = gradient_of()
+        with _Below():
+            below = gradient_of()
+        with Counting():
+            assert not torch.equal(plain, gradient_of()), "or there is nothing to mend any more"
+    assert torch.equal(below, plain)
+    full = gradient_of()
+    with _Below():
+        assert torch.equal(gradient_of(), full)
+
+
+@pytest.mark.parametrize("name", ["_RestorePythonTLSSnapshot", "_dispatch_tls_local_exclude_set"])
+def test_pytorch_still_says_how_autocast_was_outside_of_a_mode(name: str) -> None:
+    """Both are private, and were seen in torch 2.13 and 2.15."""
+    assert hasattr(torch._C, name)
 
 
 def test_autocast_may_be_on_for_another_device_alone() -> None:

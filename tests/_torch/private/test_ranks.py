@@ -98,3 +98,19 @@ def test_a_shell_is_of_the_class_before_fully_shard_and_has_none_of_its_hooks(al
         assert module._forward_hooks
         assert not shell._forward_pre_hooks
         assert not shell._forward_hooks
+
+
+def test_what_fully_shard_was_told_to_do_otherwise_is_known(alone: Any) -> None:
+    def sharded(**options: Any) -> nn.Module:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        for part in model:
+            fully_shard(part, **options)
+        return fully_shard(model, **options)
+
+    assert not private.gathers_otherwise(nn.Linear(2, 2))
+    assert not private.gathers_otherwise(sharded())
+    ahead = sharded()
+    ahead[0].set_modules_to_forward_prefetch([ahead[1]])
+    assert private.gathers_otherwise(ahead)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    assert private.gathers_otherwise(sharded(mesh=mesh))

@@ -28,6 +28,8 @@ class Allocated:
     serial: int
     num_bytes: int
     place: Place | None = dataclasses.field(default=None, compare=False)
+    stream: int = 0
+    """0 is the one that computes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -167,6 +169,16 @@ class AllocationLog:
         if serial is not None:  # else it has left the device before
             self._free_serial(serial)
 
+    def take(self, num_bytes: int, stream: int = 0) -> int:
+        """Something is allocated that no tensor of the rehearsal stands for; its serial."""
+        serial = self.new_serial()
+        self._now.append(Allocated(serial, num_bytes, self.place, stream))
+        return serial
+
+    def give_back(self, serial: int) -> None:
+        """What was taken goes."""
+        self._now.append(Freed(serial))
+
     def pass_by(self, *groups: Iterable[int]) -> None:
         """A kernel allocates these sizes inside itself, one group after the other, and frees them all.
 
@@ -290,7 +302,7 @@ class AllocationLog:
         for event in events:
             if isinstance(event, Allocated):
                 serial = serials[event.serial] = self.new_serial()
-                self._now.append(Allocated(serial, event.num_bytes, event.place))
+                self._now.append(Allocated(serial, event.num_bytes, event.place, event.stream))
             elif isinstance(event, Freed):
                 self._now.append(Freed(serials[event.serial]))
             else:

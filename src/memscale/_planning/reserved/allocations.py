@@ -295,7 +295,7 @@ class Replay:
     def _allocate(self, event: Allocated) -> None:
         memory, old = self.memory, self._blocks.get(event.serial)
         highest_bytes = memory.peak_reserved_bytes
-        self._blocks[event.serial] = memory.allocate(event.num_bytes)
+        self._blocks[event.serial] = memory.allocate(event.num_bytes, event.stream)
         if memory.peak_reserved_bytes > highest_bytes:
             if self.most_bytes is not None and memory.peak_reserved_bytes > self.most_bytes:
                 raise HoldsMore(f"more than {show_bytes(self.most_bytes)} are held")

@@ -18,6 +18,7 @@ from memscale._hardware import Hardware
 from memscale._planning.reserved.allocation_log import AllocationLog, Place, Thread
 from memscale._planning.reserved.kernel_temporaries import KernelTemporaries
 from memscale._planning.reserved.lengthened import Mark
+from memscale._planning.reserved.shared_out import SharedOut
 from memscale._profile import Phase
 from memscale._profile.device_kernels import OPENED
 from memscale._profile.rehearsal import FakeRehearsal
@@ -93,6 +94,8 @@ class EventRecorder(LogRecorder):
         """The operator whose results are seen, and its arguments, where something is allocated between them."""
         self.thread: Thread = "forward"
         self.is_optimizing = False
+        self.shared: SharedOut | None = None
+        """What ranks that share the model out allocate; None: each has all of it."""
         self._has_card_kernels = rehearsal.target_type == CARD_TYPE
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -142,6 +145,8 @@ class EventRecorder(LogRecorder):
         super().move_to(phase, module_fqn, call)
         if module_fqn:
             self.marks.append((phase, module_fqn, self.events.num_events))
+        if self.shared is not None:
+            self.shared.move(phase, module_fqn)
 
     def _place_of(self, func: Any) -> Place:
         phase, module_fqn, _ = self._place

@@ -52,6 +52,7 @@ from memscale._planning.reserved.known_passes import (
 )
 from memscale._planning.reserved.left_gradients import LeftGradients
 from memscale._planning.reserved.lengthened import lengthened
+from memscale._planning.reserved.shared_out import SharedOut, step_one_by_one
 from memscale._profile import Segment, StepTrace
 from memscale._profile.optimizer_twin import optimizer_over
 from memscale._profile.rehearsal import Attach, Detachable, FakeRehearsal, left_autocast, loss_of, run_backward
@@ -117,10 +118,12 @@ def record_steps(
     with contextlib.ExitStack() as undo:
         undo.enter_context(rehearsal.stage())
         undo.callback(setattr, recorder, "log", None)  # what dies later is no part of a step
+        if rehearsal.sharding is not None:
+            recorder.shared = SharedOut(rehearsal, log, rehearsal.sharding)
         _see_what_is_there(rehearsal, recorder, inputs_first=beginning.inputs_first)
         log.origins = _origins(rehearsal, log)
         log.arrivals = beginning.arrivals
-        if names_modules:
+        if names_modules or recorder.shared is not None:
             _watch_modules(rehearsal, recorder, undo)
         stand_ins = dict(zip(map(id, model.parameters()), rehearsal.model.parameters(), strict=True))
         missing = _Missing(rehearsal, recorder, shortcuts.cuts, undo, under)
@@ -144,6 +147,10 @@ def _see_what_is_there(rehearsal: FakeRehearsal, recorder: EventRecorder, *, inp
     if inputs_first:
         _see_inputs(rehearsal, recorder)
     recorder.events.place = Place("parameters")
+    if recorder.shared is not None:
+        recorder.shared.take_shares()
+        with recorder.without_log():
+            recorder.see_all(list(rehearsal.model.parameters()), "parameters")
     recorder.see_all([list(rehearsal.model.parameters()), list(rehearsal.model.buffers())], "parameters")
     if not inputs_first:
         _see_inputs(rehearsal, recorder)
@@ -313,7 +320,11 @@ def _optimizer_on(
     if optimizer == "none":
         return None
     with private.without_function_modes():
+        if recorder.shared is not None:
+            stand_ins = recorder.shared.shares_of(stand_ins)
         stepping = optimizer_over(stand_ins, model, optimizer, rehearsal.target_type)
+        if recorder.shared is not None:
+            step_one_by_one(stepping, optimizer)
         ids = {id(copy): original for original, copy in stand_ins.items()}
         forgets = rehearsal.emulates_gpu
         return SteppedOptimizer(stepping, ids, recorder.events, away, rules, forgets=forgets, known=known)
@@ -351,7 +362,8 @@ class _Parts:
         if self._leaving is not None:
             return self._leaving.replacing_each_other(recorded)
         if passes is not None:
-            passes[:] = found if may_be_known(found) else []
+            is_whole = self._recorder.shared is None  # gradients of shares are no gradients of these parameters
+            passes[:] = found if is_whole and may_be_known(found) else []
         return recorded
 
     def _record(self, num_steps: int, lesson: _Lesson | None, passes: KnownPasses) -> list[list[Event]]:
@@ -372,6 +384,8 @@ class _Parts:
                 num_steps = 1
             with left_autocast(self._rehearsal.device_type):
                 missing.make_gradients()
+                if recorder.shared is not None:
+                    recorder.shared.make_gradients(recorder)
                 stepped = self._step(num_steps)
         ended, let_go = log.begin_step(), storages.begin_step()
         del loss
@@ -411,6 +425,8 @@ class _Parts:
         return recorded
 
     def _clear_gradients(self) -> None:
+        if self._recorder.shared is not None:
+            self._recorder.shared.clear_gradients()
         for parameter in self._rehearsal.model.parameters():
             parameter.grad = None
 
@@ -464,6 +480,8 @@ class _Parts:
 def _pass_through(rehearsal: FakeRehearsal, recorder: EventRecorder) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Forward and backward of a batch; what the loop keeps of its output, and the loss."""
     recorder.move_to("forward", "", 0)
+    if recorder.shared is not None:
+        recorder.shared.begin_forward()
     torch.clear_autocast_cache()  # as at the beginning of the user's autocast
     earlier = _stand_ins_of_outputs(rehearsal)
     output = rehearsal.model(*rehearsal.inputs.args, **rehearsal.inputs.kwargs)
@@ -473,6 +491,8 @@ def _pass_through(rehearsal: FakeRehearsal, recorder: EventRecorder) -> tuple[li
     recorder.move_to("backward", "", -1)
     recorder.thread = "backward"
     run_backward(loss, rehearsal.device_type)
+    if recorder.shared is not None:
+        recorder.shared.end_backward()
     recorder.thread = "forward"
     return kept, loss
 

@@ -79,7 +79,7 @@ def selective_contexts(policy: Any, may_keep: Callable[[Any], bool]) -> tuple[An
     class Keeping(checkpoint._CachingTorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if may_keep(func):
-                with below_mode(func):
+                with below_mode(func, args):
                     return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
             output = run_below_mode(func, args, kwargs or {})
             if func not in checkpoint.SAC_IGNORED_OPS:
@@ -90,7 +90,7 @@ def selective_contexts(policy: Any, may_keep: Callable[[Any], bool]) -> tuple[An
     class Reading(checkpoint._CachedTorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if may_keep(func):
-                with below_mode(func):
+                with below_mode(func, args):
                     return super().__torch_dispatch__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
             return run_below_mode(func, args, kwargs or {})
 

@@ -181,20 +181,31 @@ def run_below_mode(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     PyTorch switches autocast off for a mode: its own operators have been cast by then. An operator of a library
     (`torch.library`) may be written in others, which are cast while it runs, and would not be under a mode.
 
-    Known limits: PyTorch says how autocast was when the outermost operator was called. Inside of one that is cast
-    itself and is written in an operator of a library, autocast would be on where it is off. A few of PyTorch's own
-    are cast inside, too, and are not under a mode (`bilinear` on a CPU, `linalg.pinv`): nobody can tell from there
-    whether an operator around them was cast.
+    Two of PyTorch's own are cast inside, too: `bilinear` on a CPU, and `linalg.pinv`. No operator that is itself cast
+    is written in them there. (All others of PyTorch's list of operators were tried under autocast on a CPU.)
+
+    Known limit: PyTorch says how autocast was when the outermost operator was called. Inside of one that is cast
+    itself and is written in an operator of a library, autocast would be on where it is off.
     """
-    if func.namespace == "aten":
+    if _is_cast_before(func, args):
         return func(*args, **kwargs)
     with _autocast_as_outside():
         return func(*args, **kwargs)
 
 
-def below_mode(func: Any) -> contextlib.AbstractContextManager[None]:
+def below_mode(func: Any, args: tuple[Any, ...]) -> contextlib.AbstractContextManager[None]:
     """The same for a mode that has PyTorch's own code run the operator."""
-    return contextlib.nullcontext() if func.namespace == "aten" else _autocast_as_outside()
+    return contextlib.nullcontext() if _is_cast_before(func, args) else _autocast_as_outside()
+
+
+_PINV, _TRILINEAR = torch.ops.aten.linalg_pinv.atol_rtol_tensor, torch.ops.aten._trilinear.default
+
+
+def _is_cast_before(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether autocast has done all that it does before a mode is asked about this operator."""
+    if func is _TRILINEAR:
+        return not args or args[0].device.type != "cpu"  # elsewhere `bilinear` is cast as a whole
+    return func.namespace == "aten" and func is not _PINV
 
 
 @contextlib.contextmanager

@@ -57,6 +57,19 @@ def unsharded_between(model: Any) -> list[str]:
     return [name for name, groups in found.items() if any(not group._reshard_after_forward for group in groups)]
 
 
+def gathers_otherwise(model: Any) -> bool:
+    """Whether `fully_shard` was told to gather or reduce in another way than it does by itself, or over two meshes."""
+    for module in fully_sharded(model).values():
+        state = module._get_fsdp_state()
+        if state._states_to_forward_prefetch or state._states_to_backward_prefetch:
+            return True
+        for group in _groups_of(module):
+            is_hybrid = any(len(parameter.sharded_param.placements) > 1 for parameter in group.fsdp_params)
+            if is_hybrid or group._use_post_forward_mesh or getattr(group, "reduce_scatter_max_input_buffers", 1) != 1:
+                return True
+    return False
+
+
 def why_not_rehearsed(model: Any) -> str:
     """What `fully_shard` was asked for that a rehearsal does not show; "": nothing."""
     for module in fully_sharded(model).values():
