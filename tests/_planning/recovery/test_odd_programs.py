@@ -31,6 +31,8 @@ REPEATED = (
 )  # fmt: skip
 """Those that are worth it: counters, lists and generators of one's own are common in forwards."""
 
+NOT_IN_BACKWARD = ("mode_of_a_part",)
+"""Of these, those whose forward leaves the mode of a part another than it was: a failing backward is refused."""
 
 UNPROFILED = ("tensor_written_through_numpy", "slot_of_a_module", "average_on_a_parameter")
 """Those that do not run on fake tensors: they are planned from the first steps."""
@@ -107,7 +109,7 @@ def test_no_odd_program_is_trained_wrongly_in_silence(name: str, fails_in: str, 
         assert all(map(is_same, found, expected))
     else:
         assert f"is not run again after this failure in {fails_in}: " in said
-        assert name not in REPEATED, said
+        assert name not in REPEATED or (fails_in == "backward" and name in NOT_IN_BACKWARD), said
 
 
 @pytest.mark.parametrize(
