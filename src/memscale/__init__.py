@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from memscale._planning.questions.estimate import Estimate as Estimate
     from memscale._planning.questions.estimate import estimate as estimate
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 _HOME_OF = {
     "wrap": "_api",
