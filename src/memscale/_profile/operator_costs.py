@@ -90,7 +90,8 @@ class Work:
     def _count(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, device_type: str, times: int) -> None:
         facts = _facts_of(func)
         given = tensors_of((*args, *kwargs.values()))
-        made = [tensor for tensor in tensors_of((result,)) if not any(tensor is one for one in given)]
+        given_ids = {id(tensor) for tensor in given}
+        made = [tensor for tensor in tensors_of((result,)) if id(tensor) not in given_ids]
         places = {private.device_type_of(tensor) for tensor in (*given, *made)}
         if device_type not in places:
             return
